@@ -2,12 +2,16 @@
 
     python -m bench.host_cost
     python -m bench.host_cost --layers 2 --experts 16 --tokens 4 --repeats 3
+    python -m bench.host_cost --lane cuda                 with the lane of a GPU over a CUDA that does nothing
     python -m bench.host_cost --json host.json
 
 A pass goes through the layers as `moe/expert_cache.py` serves them: what a router chose is requested, arrives over a
 lane that does nothing, is bound, handed out, finished and given back. No expert is computed, no event is recorded and
 no kernel started: of a GPU's host time this is the part that the cache, the stream and the ring take. Experts arrive
 `one by one`, as they do where the link is the bottleneck, or `together`, up to four.
+
+`--lane cuda` takes the lane that copies to a GPU; its calls of CUDA return at once and are counted. What they take of a
+driver is in `offload/machine/device_costs.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +21,9 @@ import json
 import os
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -32,7 +38,9 @@ from moedge.moe.policy import Popular
 from moedge.moe.routing_stats import RoutingStats
 from moedge.moe.streaming_mode import Mode, ModeChoice, RouterLatency
 from moedge.moe.streaming_order import ExpertFetchQueue, StreamingOrder
-from moedge.offload.stream.lane import ALIGNMENT, Ring, Shard, ShardKey, Slot, SyncPoint
+from moedge.offload.page_locked import Pinned
+from moedge.offload.stream.cuda_lane import CudaLane
+from moedge.offload.stream.lane import ALIGNMENT, Lane, Ring, Shard, ShardKey, Slot, SyncPoint
 from moedge.offload.stream.stream import ShardStream
 from moedge.quant.formats.format import get_format
 from moedge.quant.tensor import PackedTensor
@@ -79,6 +87,78 @@ class NoLane:
         pass
 
 
+class CountedCuda:
+    """In place of `torch.cuda`: streams and events that do nothing, and whose `calls` are counted."""
+
+    def __init__(self, ready: bool) -> None:
+        self.calls: Counter[str] = Counter()
+        self.ready = ready
+
+    def Stream(self) -> CountedCuda:
+        return self
+
+    def Event(self, enable_timing: bool = False) -> CountedEvent:
+        self.calls["event"] += 1
+        return CountedEvent(self)
+
+    def current_stream(self) -> CountedCuda:
+        return self
+
+    @contextmanager
+    def stream(self, stream: object) -> Iterator[None]:
+        self.calls["set stream"] += 1
+        yield
+
+    def wait_event(self, event: object) -> None:
+        self.calls["wait"] += 1
+
+    def synchronize(self) -> None:
+        self.calls["synchronize"] += 1
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        return 0
+
+
+class CountedEvent:
+    def __init__(self, cuda: CountedCuda) -> None:
+        self.cuda = cuda
+
+    def record(self, stream: object) -> None:
+        self.cuda.calls["record"] += 1
+
+    def query(self) -> bool:
+        self.cuda.calls["query"] += 1
+        return self.cuda.ready
+
+    def elapsed_time(self, other: object) -> float:
+        self.cuda.calls["elapsed"] += 1
+        return 0.1
+
+    def synchronize(self) -> None:
+        self.cuda.calls["synchronize"] += 1
+
+
+class CountedBytes:
+    """Memory whose copies are counted, in place of a slab and of a device's ring."""
+
+    def __init__(self, cuda: CountedCuda) -> None:
+        self.cuda = cuda
+
+    def __getitem__(self, part: slice) -> CountedBytes:
+        return self
+
+    def copy_(self, source: object, non_blocking: bool = False) -> None:
+        self.cuda.calls["copy"] += 1
+
+
+def cuda_lane(cuda: CountedCuda, nbytes: int) -> CudaLane:
+    memory = CountedBytes(cuda)
+    return CudaLane(cuda, memory, Pinned(cuda, 0, nbytes, lambda: None), memory)  # type: ignore[arg-type]
+
+
 class NoSlots:
     """Holds nothing, so that nothing is swapped."""
 
@@ -110,10 +190,14 @@ class Layers:
         def shard(key: ShardKey) -> Shard:
             return Shard(f"{key}", nbytes, (key.layer * self.experts + key.expert) * nbytes)
 
+        self.cuda = CountedCuda(together)
+        lane: Lane = NoLane(together)
+        if arguments.lane == "cuda":
+            lane = cuda_lane(self.cuda, self.count * self.experts * nbytes)
         policy = Popular([], dict.fromkeys(counts, nbytes), probabilities)
         slots = ExpertSlots([], NoSlots(), bind, policy)
         order = StreamingOrder(
-            ExpertFetchQueue(ShardStream(NoLane(together), Ring(memory.numel()), memory), shard),
+            ExpertFetchQueue(ShardStream(lane, Ring(memory.numel()), memory), shard),
             slots.held,
             ModeChoice(stats, mode),
             Forecast(stats, {}),
@@ -155,6 +239,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, float | str]]:
                 "experts a pass": layers.cache.counts.fetched // (arguments.repeats + 1),
                 "us per expert": round(statistics.median(times), 1),
                 "fastest": round(min(times), 1),
+                "calls of CUDA per expert": round(sum(layers.cuda.calls.values()) / layers.cache.counts.fetched, 1),
             }
 
 
@@ -164,6 +249,7 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--ring", type=int, default=64, help="Number of experts that the ring can hold.")
+    parser.add_argument("--lane", choices=("none", "cuda"), default="none")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", type=Path, help="Write the figures there, too.")
     arguments = parser.parse_args()

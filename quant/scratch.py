@@ -3,6 +3,8 @@
 Torch-free, because the planner counts these bytes. Knows sizes, not kernels.
 """
 
+from collections.abc import Sequence
+
 from .formats.format import TILE_COLUMNS, Layout, Plane, end_of, lay_out
 
 # The number of weights that are dequantized at a time: 8 MiB of bfloat16. Larger strips are not faster, and the strip
@@ -37,6 +39,16 @@ def row_nbytes(num_columns: int) -> int:
     That is the row, in bfloat16, and a float32 sum for every chunk of its columns.
     """
     return 2 * num_columns + 4 * (num_columns // TILE_COLUMNS)
+
+
+def fused_row_nbytes(dense: Sequence[tuple[int, int]], hidden: int, chosen: int, inner: int, num_experts: int) -> int:
+    """The buffers of one row of a decoder layer that the library's steps compute as a whole: its vectors, its routing,
+    and what products of its `dense` matrices [(rows, columns)] and of its `chosen` experts take."""
+    widest = max(columns for _, columns in dense)
+    vectors = (3 + chosen) * hidden + widest + sum(rows for rows, _ in dense)
+    products = 3 * row_nbytes(widest) + chosen * (row_nbytes(hidden) + row_nbytes(inner))
+    # Ids, tokens and rows of the chosen experts in int64, their weights and all logits in float32.
+    return 2 * vectors + products + 32 * chosen + 4 * num_experts
 
 
 def strip_rows(layout: Layout, deterministic: bool) -> int:

@@ -1,95 +1,160 @@
 """GPUs by name, from their makers' public data sheets: for plans for a card that is not here. Torch-free.
 
-A data sheet says what a card can do at most. Plans take what programs usually get of it: four fifths of a link, half of
-the peak of tensor cores.
+A data sheet says what a card can do at most; what kernels get of it, and what they and their host take besides, is in
+device_costs.py.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from . import device_costs
+from .device_costs import LINK_SHARE, MEMORY_SHARE, PEAK_SHARE
 from .hardware import GpuInfo, Hardware
-from .profile import Link, Machine, Overheads
+from .profile import Link, Machine
 
 GIB = 1 << 30
-LINK_SHARE, PEAK_SHARE, MEMORY_SHARE = 0.8, 0.5, 0.8
-# Bytes per second of PCIe, one direction, by generation and lanes.
-_PCIE = {(3, 16): 15.75e9, (4, 8): 15.75e9, (4, 16): 31.5e9, (5, 16): 63.0e9}
-_MOST_ROWS = 1024
-# As measured on desktop processors: what launches and Python cost.
-_OVERHEADS = Overheads(1e-3, 5e-5, 2e-6, 2e-10, 3e-4, 5e-5)
+# Bytes per second of a lane of PCIe, one direction, by generation.
+_LANE_BYTES_S = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9}
 _RAM_BYTES_S = 4e10
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """`bandwidth` of its memory in GB/s, `tflops` of fp16 products with float32 sums, without sparsity."""
+    """`bandwidth` of its memory in GB/s, `tflops` of fp16 products with float32 sums, without sparsity, `ghz` its boost
+    clock, `pcie` the generation and lanes of its link."""
 
     gib: int
     bandwidth: float
     tflops: float
     processors: int
+    ghz: float
     capability: str
     pcie: tuple[int, int]
 
 
 PRESETS: Mapping[str, Preset] = {
-    "RTX 2060 6GB": Preset(6, 336, 25.8, 30, "7.5", (3, 16)),
-    "RTX 3060 12GB": Preset(12, 360, 25.5, 28, "8.6", (4, 16)),
-    "RTX 3060 Ti 8GB": Preset(8, 448, 32.4, 38, "8.6", (4, 16)),
-    "RTX 3070 8GB": Preset(8, 448, 40.6, 46, "8.6", (4, 16)),
-    "RTX 3080 10GB": Preset(10, 760, 59.5, 68, "8.6", (4, 16)),
-    "RTX 3090 24GB": Preset(24, 936, 71.2, 82, "8.6", (4, 16)),
-    "RTX 4060 8GB": Preset(8, 272, 30.2, 24, "8.9", (4, 8)),
-    "RTX 4060 Ti 16GB": Preset(16, 288, 44.1, 34, "8.9", (4, 8)),
-    "RTX 4070 12GB": Preset(12, 504, 58.3, 46, "8.9", (4, 16)),
-    "RTX 4080 16GB": Preset(16, 717, 97.5, 76, "8.9", (4, 16)),
-    "RTX 4090 24GB": Preset(24, 1008, 165.2, 128, "8.9", (4, 16)),
-    "RTX 5090 32GB": Preset(32, 1792, 209.5, 170, "12.0", (5, 16)),
-    "T4 16GB": Preset(16, 320, 65.0, 40, "7.5", (3, 16)),
-    "L4 24GB": Preset(24, 300, 121.0, 58, "8.9", (4, 16)),
-    "A10 24GB": Preset(24, 600, 125.0, 72, "8.6", (4, 16)),
-    "A100 40GB": Preset(40, 1555, 312.0, 108, "8.0", (4, 16)),
-    "H100 80GB": Preset(80, 3350, 989.0, 132, "9.0", (5, 16)),
+    "RTX 2060 6GB": Preset(6, 336, 25.8, 30, 1.68, "7.5", (3, 16)),
+    "RTX 2060 12GB": Preset(12, 336, 28.7, 34, 1.65, "7.5", (3, 16)),
+    "RTX 2060 Super 8GB": Preset(8, 448, 28.7, 34, 1.65, "7.5", (3, 16)),
+    "RTX 2070 8GB": Preset(8, 448, 29.9, 36, 1.62, "7.5", (3, 16)),
+    "RTX 2070 Super 8GB": Preset(8, 448, 36.3, 40, 1.77, "7.5", (3, 16)),
+    "RTX 2080 8GB": Preset(8, 448, 40.3, 46, 1.71, "7.5", (3, 16)),
+    "RTX 2080 Super 8GB": Preset(8, 496, 44.6, 48, 1.815, "7.5", (3, 16)),
+    "RTX 2080 Ti 11GB": Preset(11, 616, 53.8, 68, 1.545, "7.5", (3, 16)),
+    "TITAN RTX 24GB": Preset(24, 672, 130.5, 72, 1.77, "7.5", (3, 16)),
+    "RTX 3050 6GB": Preset(6, 168, 13.5, 18, 1.47, "8.6", (4, 8)),
+    "RTX 3050 8GB": Preset(8, 224, 18.2, 20, 1.777, "8.6", (4, 8)),
+    "RTX 3060 8GB": Preset(8, 240, 25.5, 28, 1.777, "8.6", (4, 16)),
+    "RTX 3060 12GB": Preset(12, 360, 25.5, 28, 1.777, "8.6", (4, 16)),
+    "RTX 3060 Ti 8GB": Preset(8, 448, 32.4, 38, 1.665, "8.6", (4, 16)),
+    "RTX 3070 8GB": Preset(8, 448, 40.6, 46, 1.725, "8.6", (4, 16)),
+    "RTX 3070 Ti 8GB": Preset(8, 608, 43.5, 48, 1.77, "8.6", (4, 16)),
+    "RTX 3080 10GB": Preset(10, 760, 59.5, 68, 1.71, "8.6", (4, 16)),
+    "RTX 3080 12GB": Preset(12, 912, 61.3, 70, 1.71, "8.6", (4, 16)),
+    "RTX 3080 Ti 12GB": Preset(12, 912, 68.2, 80, 1.665, "8.6", (4, 16)),
+    "RTX 3090 24GB": Preset(24, 936, 71.2, 82, 1.695, "8.6", (4, 16)),
+    "RTX 3090 Ti 24GB": Preset(24, 1008, 80.0, 84, 1.86, "8.6", (4, 16)),
+    "RTX 4060 8GB": Preset(8, 272, 30.2, 24, 2.46, "8.9", (4, 8)),
+    "RTX 4060 Ti 8GB": Preset(8, 288, 44.1, 34, 2.535, "8.9", (4, 8)),
+    "RTX 4060 Ti 16GB": Preset(16, 288, 44.1, 34, 2.535, "8.9", (4, 8)),
+    "RTX 4070 12GB": Preset(12, 504, 58.3, 46, 2.475, "8.9", (4, 16)),
+    "RTX 4070 Super 12GB": Preset(12, 504, 71.0, 56, 2.475, "8.9", (4, 16)),
+    "RTX 4070 Ti 12GB": Preset(12, 504, 80.2, 60, 2.61, "8.9", (4, 16)),
+    "RTX 4070 Ti Super 16GB": Preset(16, 672, 88.2, 66, 2.61, "8.9", (4, 16)),
+    "RTX 4080 16GB": Preset(16, 717, 97.5, 76, 2.505, "8.9", (4, 16)),
+    "RTX 4080 Super 16GB": Preset(16, 736, 104.4, 80, 2.55, "8.9", (4, 16)),
+    "RTX 4090 24GB": Preset(24, 1008, 165.2, 128, 2.52, "8.9", (4, 16)),
+    "RTX 5050 8GB": Preset(8, 320, 26.3, 20, 2.57, "12.0", (5, 8)),
+    "RTX 5060 8GB": Preset(8, 448, 38.4, 30, 2.497, "12.0", (5, 8)),
+    "RTX 5060 Ti 8GB": Preset(8, 448, 47.4, 36, 2.572, "12.0", (5, 8)),
+    "RTX 5060 Ti 16GB": Preset(16, 448, 47.4, 36, 2.572, "12.0", (5, 8)),
+    "RTX 5070 12GB": Preset(12, 672, 61.7, 48, 2.512, "12.0", (5, 16)),
+    "RTX 5070 Ti 16GB": Preset(16, 896, 87.9, 70, 2.452, "12.0", (5, 16)),
+    "RTX 5080 16GB": Preset(16, 960, 112.6, 84, 2.617, "12.0", (5, 16)),
+    "RTX 5090 32GB": Preset(32, 1792, 209.5, 170, 2.407, "12.0", (5, 16)),
+    "RTX A2000 12GB": Preset(12, 288, 31.9, 26, 1.2, "8.6", (4, 16)),
+    "RTX A4000 16GB": Preset(16, 448, 76.7, 48, 1.56, "8.6", (4, 16)),
+    "RTX A5000 24GB": Preset(24, 768, 111.1, 64, 1.695, "8.6", (4, 16)),
+    "RTX A6000 48GB": Preset(48, 768, 154.8, 84, 1.8, "8.6", (4, 16)),
+    "RTX 4000 Ada 20GB": Preset(20, 360, 106.9, 48, 2.175, "8.9", (4, 16)),
+    "RTX 6000 Ada 48GB": Preset(48, 960, 364.2, 142, 2.505, "8.9", (4, 16)),
+    "T4 16GB": Preset(16, 320, 65.0, 40, 1.59, "7.5", (3, 16)),
+    "L4 24GB": Preset(24, 300, 121.0, 58, 2.04, "8.9", (4, 16)),
+    "L40S 48GB": Preset(48, 864, 366.4, 142, 2.52, "8.9", (4, 16)),
+    "A10 24GB": Preset(24, 600, 125.0, 72, 1.695, "8.6", (4, 16)),
+    "A40 48GB": Preset(48, 696, 149.7, 84, 1.74, "8.6", (4, 16)),
+    "A100 40GB": Preset(40, 1555, 312.0, 108, 1.41, "8.0", (4, 16)),
+    "H100 80GB": Preset(80, 3350, 989.0, 132, 1.83, "9.0", (5, 16)),
+}
+# A card that is described, such as "My card: 16GiB, 500GB/s, 60TFLOP/s, pcie4x8": what is not said is as in a GeForce
+# of 2020, whose multiprocessors take 512 operations of fp16 in a clock.
+DESCRIBED = "NAME: 16GiB, 500GB/s, 60TFLOP/s, pcie4x8"
+_CAPABILITY, _GHZ, _OPERATIONS = "8.6", 1.7, 512
+_PART = {
+    "gib": re.compile(r"(\d+)gi?b"),
+    "bandwidth": re.compile(r"(\d+(?:\.\d+)?)gb/s"),
+    "tflops": re.compile(r"(\d+(?:\.\d+)?)tflop/?s"),
+    "pcie": re.compile(r"pcie([345])x(1|2|4|8|16)"),
 }
 
 
-def find_preset(text: str) -> str:
-    """The name of the preset that `text` means; case, spaces and "NVIDIA GeForce" do not matter, and neither does the
-    memory where only one card has the name. Raises ValueError, naming the nearest."""
+def find_preset(text: str) -> tuple[str, Preset]:
+    """The name and the figures of the GPU that `text` describes, or of the preset that it means.
+
+    Of a name case, spaces and "NVIDIA GeForce" do not matter, and neither does the memory where only one card has the
+    name. Raises ValueError, naming the nearest, or what a description lacks.
+    """
+    if ":" in text:
+        return _described(text)
     wanted = _plain(text)
     exact = [name for name in PRESETS if _plain(name) == wanted]
     same = exact or [name for name in PRESETS if _plain(name.rpartition(" ")[0]) == wanted]
     if len(same) == 1:
-        return same[0]
-    near = difflib.get_close_matches(wanted, [_plain(name) for name in PRESETS], n=1)
-    nearest = next((name for name in PRESETS if near and _plain(name) == near[0]), None)
-    hint = f"nearest: {nearest}; known" if nearest else "known"
-    raise ValueError(f"no preset for the GPU {text!r}; {hint} are {', '.join(PRESETS)}")
+        return same[0], PRESETS[same[0]]
+    near = same or difflib.get_close_matches(text, list(PRESETS), n=1, cutoff=0.3)
+    hint = f"nearest: {', '.join(near)}; known" if near else "known"
+    raise ValueError(f'no preset for the GPU {text!r}; {hint} are {", ".join(PRESETS)}; or describe it: "{DESCRIBED}"')
 
 
-def with_preset(name: str, hardware: Hardware, profile: Machine | None, weight_nbytes: Mapping[str, float]) -> Machine:
-    """This machine, with the GPU of a preset in place of its own; what was measured of its disk stays.
+def _described(text: str) -> tuple[str, Preset]:
+    name, _, parts = text.partition(":")
+    found: dict[str, tuple[str, ...]] = {}
+    for part in filter(None, (each.strip().lower().replace(" ", "") for each in parts.split(","))):
+        known = [(key, match.groups()) for key, pattern in _PART.items() if (match := pattern.fullmatch(part))]
+        if not known or known[0][0] in found:
+            raise ValueError(f'{part!r} in {text!r} says nothing of a GPU, or says it twice; wanted "{DESCRIBED}"')
+        found |= known
+    if missing := _PART.keys() - found.keys():
+        raise ValueError(f'{text!r} lacks {", ".join(sorted(missing))}; wanted "{DESCRIBED}"')
+    gib, bandwidth, tflops = (float(found[key][0]) for key in ("gib", "bandwidth", "tflops"))
+    if not min(gib, bandwidth, tflops) > 0:
+        raise ValueError(f'{text!r} has a figure of 0; wanted "{DESCRIBED}"')
+    generation, lanes = map(int, found["pcie"])
+    processors = max(1, round(tflops * 1e3 / (_GHZ * _OPERATIONS)))
+    link = (generation, lanes)
+    return name.strip() or "GPU", Preset(int(gib), bandwidth, tflops, processors, _GHZ, _CAPABILITY, link)
 
-    `weight_nbytes` are the bytes of a weight by format, with its scales.
-    """
-    preset = PRESETS[name]
-    gpu = GpuInfo(name, preset.gib * GIB, preset.capability, preset.processors)
-    link = LINK_SHARE * _PCIE[preset.pcie]
+
+def with_preset(name: str, preset: Preset, hardware: Hardware, profile: Machine | None) -> Machine:
+    """A machine with this GPU in place of its own; what was measured of the rest stays."""
+    generation, lanes = preset.pcie
+    link = LINK_SHARE * lanes * _LANE_BYTES_S[generation]
     memory, peak = MEMORY_SHARE * preset.bandwidth * 1e9, PEAK_SHARE * preset.tflops * 1e12
-    # One row multiplies as fast as its weights are read.
-    rates = {fmt: {1: min(peak, 2 * memory / nbytes), _MOST_ROWS: peak} for fmt, nbytes in weight_nbytes.items()}
-    base = profile or Machine(hardware, _RAM_BYTES_S, overheads=_OVERHEADS)
+    issued = device_costs.ISSUE_SHARE * device_costs.ISSUED_A_CLOCK * preset.processors * preset.ghz * 1e9
+    major, minor = map(int, preset.capability.split("."))
+    gpu = GpuInfo(name, preset.gib * GIB, preset.capability, preset.processors)
     return replace(
-        base,
+        profile or Machine(hardware, _RAM_BYTES_S),
         hardware=replace(hardware, gpus=(gpu,)),
         link=Link(link / 2, link),
         pin=None,
         device_memory_bytes_s=memory,
-        device_flop_s=rates,
-        device_overheads=_OVERHEADS,
+        device_flop_s=device_costs.flop_rates((major, minor), memory, issued, peak),
+        device_overheads=device_costs.OVERHEADS,
         kernel_lacks=dict.fromkeys(("attention", "cache", "experts"), ""),
     )
 

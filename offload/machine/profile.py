@@ -21,6 +21,10 @@ from .hardware import GpuInfo, Hardware, find_hardware
 
 # FLOP/s by weight format, then by number of rows (tokens) multiplied at once.
 FlopRates = Mapping[str, Mapping[int, float]]
+# How other rates are named: several experts side by side, attention over a KV format, and over latents by torch.
+TOGETHER = "{} together"
+ATTENTION = "attention {}"
+LATENTS = "attention over latents"
 
 
 @dataclass(frozen=True, slots=True)

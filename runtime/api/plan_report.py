@@ -116,7 +116,7 @@ def make_report(model: str, input_file: Path | None, options: Mapping[str, Any])
         result = solve(request)
     except DoesNotFit as error:
         return PlanReport(refusal(model, request, str(error), nearest(request)), left_out=notes)
-    points = [*by_sequences(request, result), *by_budget(request, result)]
+    points = [*by_sequences(request, result), *by_budget(request)]
     # Rows of equal length fit all of them or not at all.
     left_out = 0 if size is None else size.longer_than(result.plan.kv_tokens)
     shown = document(headers.name, result, points, suggestions(request, result), left_out, headers.download)
@@ -176,7 +176,7 @@ def _print(found: Mapping[str, Any], explain: bool, console: Console) -> None:
         return
     say(_head(found))
     console.print(_tiers(found["tiers"], width or _WIDE))
-    say((*_legend(found["tiers"]), *_speed(found), *_curves(found["points"], width or _WIDE), *_suggestions(found)))
+    say((*_legend(found["tiers"]), *_speed(found), *_curves(found, width or _WIDE), *_suggestions(found)))
     if explain:
         say(_explanation(found))
 
@@ -290,8 +290,10 @@ def _busy(predicted: Mapping[str, Any]) -> str:
     return f"{name} ({'; '.join([most, *others])})"
 
 
-def _curves(points: list[Mapping[str, Any]], width: int) -> Iterator[str]:
-    longest = min(WIDTH, width - _BEFORE_BAR)
+def _curves(found: Mapping[str, Any], width: int) -> Iterator[str]:
+    """Rates of each variation's own plan; the weight format is said where it is another than the plan's."""
+    points, quant = found["points"], found["plan"]["quant"]
+    longest = min(WIDTH, width - _BEFORE_BAR - max(len(point["quant"] or "") for point in points) - 2)
     best = max((point["generated_tok_s"] or 0 for point in points), default=0) or 1
     for varied, curve in groupby(points, key=lambda point: point["varied"]):
         yield ""
@@ -305,10 +307,11 @@ def _curves(points: list[Mapping[str, Any]], width: int) -> Iterator[str]:
                 yield f"{value:>12}  does not fit"
                 continue
             bar = "#" * max(1, round(longest * rate / best))
+            other = f"  {point['quant']}" if point["quant"] != quant else ""
             more = "  (no gain from more)" if point is shown[-1] and len(shown) < len(points_of_curve) else ""
-            if len(bar + more) > width - _BEFORE_BAR:
+            if len(bar + other + more) > width - _BEFORE_BAR:
                 more = ""
-            yield f"{value:>12}  {rate:>9,.1f}  {bar}{more}"
+            yield f"{value:>12}  {rate:>9,.1f}  {bar}{other}{more}"
 
 
 def _budget(nbytes: int) -> str:

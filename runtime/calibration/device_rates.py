@@ -14,7 +14,7 @@ import torch
 
 from ...offload.device import Device
 from ...offload.errors import is_out_of_memory
-from ...offload.machine.profile import Overheads
+from ...offload.machine.profile import ATTENTION, TOGETHER, Overheads
 from ...offload.machine.timing import best_seconds
 from ...quant.formats.format import QUANT_FORMATS
 from ...quant.kernels import tuning
@@ -27,7 +27,6 @@ from ..kv.spec import KVSpec
 from ..loading.machine_memory import budget_of
 from ..plan.placement import Workload
 from ..plan.planner import choose_dtype, make_plan
-from ..plan.rates import ATTENTION, TOGETHER
 from ..settings.budgets import MemoryBudget
 from ..settings.errors import DoesNotFit
 from ..settings.settings import Settings

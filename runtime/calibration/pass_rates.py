@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...moe.expected_rows import expected_union
 from ...offload.device import Device
-from ...offload.machine.profile import LoadingRates, Overheads
+from ...offload.machine.profile import ATTENTION, TOGETHER, LoadingRates, Overheads
 from ...offload.machine.timing import Case, best_seconds, measure_rates
 from ...quant.formats.format import QUANT_FORMATS, get_format
 from ...quant.kv.format import KV_FORMATS
@@ -41,7 +41,7 @@ from ..loading.engine_loader import LoadedEngine, load_engine
 from ..loading.prepare import prepare
 from ..plan.placement import RING_EXPERTS, Placement, Plan, Workload, largest_expert
 from ..plan.planner import make_plan
-from ..plan.rates import ATTENTION, INTEGERS, TOGETHER, WIDE
+from ..plan.rates import INTEGERS, WIDE
 from ..sampling.params import SamplingParams
 from ..settings.budgets import Budgets, MemoryBudget
 from ..settings.settings import Settings

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import tempfile
 import warnings
 from dataclasses import dataclass, replace
@@ -11,10 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...offload.machine.hardware import Hardware, find_gpus, find_hardware
-from ...offload.machine.presets import find_preset, with_preset
+from ...offload.machine.presets import Preset, find_preset, with_preset
 from ...offload.machine.profile import Machine, load_machine, read_machine, saved_path
 from ...offload.store.stores import DiskSpace, default_root
-from ...quant.formats.format import ASSUMED
 from ..plan import planner
 from ..plan.cost_model import CostModel, Prediction
 from ..plan.history import (
@@ -30,7 +28,7 @@ from ..plan.history import (
     shape_key,
 )
 from ..plan.history import MOST_KEPT as ALL_RUNS
-from ..plan.loading_cost import Prepared
+from ..plan.loading_cost import GENERATING, Prepared
 from ..plan.memory_ledger import MemoryLedger
 from ..plan.placement import Plan, Workload
 from ..plan.plan_file import load_plan
@@ -87,10 +85,9 @@ class _Machine:
 
     def with_gpu(self, name: str) -> _Machine:
         """The same with a GPU of a data sheet. Raises SettingError for a name that is not known."""
-        preset = _preset(name)
-        nbytes = {name: each.weight_nbytes for name, each in ASSUMED.items()}
-        profile = with_preset(preset, self.hardware, self.profile, nbytes)
-        return _Machine(profile.hardware, profile, elsewhere=True, preset=preset)
+        found, preset = _preset(name)
+        profile = with_preset(found, preset, self.hardware, self.profile)
+        return _Machine(profile.hardware, profile, elsewhere=True, preset=found)
 
     def measured(self, budgets: Budgets, weights: Path) -> _Machine:
         """Measures the machine, in about thirty seconds, its disk by the files in the folder `weights` too."""
@@ -218,21 +215,15 @@ def with_workload(chosen: PlanResult, plan: Plan, workload: Workload) -> PlanRes
 
 
 def as_rehearsed(chosen: PlanResult, plan: Plan, shown: Rehearsed) -> Prediction:
-    """What to expect of the rows by what the rehearsal showed of routing, of the layers and of the disk; `plan` is what
-    it ran by.
+    """What to expect of the rows by what the rehearsal showed of routing and of the layers; `plan` is what it ran by.
 
-    What earlier runs of this kind taught is better, and kept. A disk may be slow right after weights were written, and
-    fast later, so its rate is between what was measured before and what the rehearsal showed: their geometric mean.
+    What an earlier run of this kind taught is better, and kept.
     """
     request, plan = chosen.request, plan if shown.fused else replace(plan, fused_nbytes=0)
-    first = PlanResult.of(plan, chosen.seconds, request).prediction
-    if first.bottleneck in request.corrections:
-        return first
-    costs, rate = request.costs, shown.disk_bytes_s
-    rates = costs.rates
-    if rate is not None:
-        rates = replace(rates, disk_bytes_s=math.sqrt(rate * rates.disk_bytes_s))
-    costs = CostModel(costs.shape, rates, costs.factors, shown.wanted)
+    if GENERATING in request.corrections:
+        return PlanResult.of(plan, chosen.seconds, request).prediction
+    costs = request.costs
+    costs = CostModel(costs.shape, costs.rates, costs.factors, shown.wanted)
     return PlanResult.of(plan, chosen.seconds, replace(request, costs=costs)).prediction
 
 
@@ -250,7 +241,7 @@ def refuse_unknown_machine(machine: Path | None, gpu: str | None) -> None:
         _preset(gpu)
 
 
-def _preset(name: str) -> str:
+def _preset(name: str) -> tuple[str, Preset]:
     try:
         return find_preset(name)
     except ValueError as error:
@@ -267,8 +258,8 @@ def plan_request(
 ) -> PlanRequest:
     """A request for a model of which only headers were read; no device is opened.
 
-    `machine` is a file with the profile of another machine, `gpu` the name of a GPU to plan for instead. Raises
-    SettingError, BadSize.
+    `machine` is a file with the profile of another machine, `gpu` a GPU to plan for instead, by its name or described.
+    Raises SettingError, BadSize.
     """
     known = _Machine.here(budgets) if machine is None else _Machine.of_file(machine)
     if gpu is not None:
@@ -276,7 +267,7 @@ def plan_request(
     tried = known.profile.kernel_lacks if known.profile else None
     budget = budgets.expected(known.hardware, tried, elsewhere=known.elsewhere)
     settings = headers.settle(settings)
-    if machine is not None:
+    if known.elsewhere:
         # Of its disk nothing is known but what the user says.
         on_disk = budget, Prepared(is_model=bool(headers.recipe))
     else:

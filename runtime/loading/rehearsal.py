@@ -25,14 +25,13 @@ _DRAWN = 4096
 
 @dataclass(frozen=True, slots=True)
 class Rehearsed:
-    """What rehearsed passes showed of a model and a disk that estimates had to assume.
+    """What rehearsed passes showed of a model that estimates had to assume.
 
-    `wanted` is the share of a layer's experts that a number of tokens wants together, each of them the second number;
-    `disk_bytes_s` the rate of the disk, None where nothing was read. `fused`: the library computes whole layers.
+    `wanted` is the share of a layer's experts that a number of tokens wants together, each of them the second number.
+    `fused`: the library computes whole layers.
     """
 
     wanted: Callable[[float, float], float]
-    disk_bytes_s: float | None
     fused: bool
 
 
@@ -59,10 +58,7 @@ def rehearse(loaded: LoadedEngine, plan: Plan, workload: Workload, tokens: Itera
     if plan.attention == "triton":
         _compile_attention(loaded)
     cache.sharing = shared
-    streamed = loaded.streamed
-    shown = Rehearsed(
-        deepcopy(streamed.experts.stats.popularity).wanted_share, streamed.disk_bytes_s, bool(loaded.fused)
-    )
+    shown = Rehearsed(deepcopy(loaded.streamed.experts.stats.popularity).wanted_share, bool(loaded.fused))
     loaded.start_counting()
     if failed and plan.dtype == "fp16":
         raise SettingError(

@@ -6,6 +6,7 @@ import torch
 from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -41,6 +42,18 @@ def define_stock(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     model = _build(config, dtype, "eager")
     llama4.adapt_decoder(model)
     return model.eval()
+
+
+def stock_tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shape by name of every tensor that a checkpoint of the config's family holds, as transformers writes it.
+
+    No memory is taken. Raises UnsupportedModel where transformers refuses the configuration.
+    """
+    model = define_stock(config, torch.bfloat16)
+    written = revert_weight_conversion(model, model.state_dict())
+    if config.get("tie_word_embeddings"):
+        written.pop("lm_head.weight", None)
+    return {name: tuple(tensor.shape) for name, tensor in written.items()}
 
 
 def _build(config: ModelConfig, dtype: torch.dtype, implementation: str) -> PreTrainedModel:

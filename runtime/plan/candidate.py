@@ -15,7 +15,7 @@ from ...quant.formats.format import TILES, get_format
 from ...quant.kernels import tuning
 from ...quant.kernels.gpu import Gpu
 from ...quant.native import library
-from ...quant.scratch import row_nbytes, whole_vectors
+from ...quant.scratch import fused_row_nbytes, whole_vectors
 from ..attention.choice import EXPANDED_NBYTES, PARTIALS_NBYTES, PIECE_TOKENS, ROWS, SCORED_NUMEL, TILE_NUMEL
 from ..kv.spec import BLOCK_TOKENS, SCAN_TOKENS, SCANNED_TOKENS, STEP_NBYTES, KVSpec, StateSpec, state_format
 from ..settings.budgets import MIB, DeviceBudget, process_nbytes
@@ -243,11 +243,8 @@ def fused_nbytes(shape: ModelShape, num_tokens: int) -> int:
         experts = layer.experts
         if experts is None or not may_fuse(layer.dense, experts):
             return 0
-        hidden, chosen, inner = experts.up.cols, experts.per_token, experts.down.cols
-        widest = max(matrix.cols for matrix in layer.dense)
-        vectors = (6 + chosen) * hidden + 2 * widest + sum(matrix.rows for matrix in layer.dense)
-        packed = 3 * row_nbytes(widest) + chosen * (row_nbytes(hidden) + row_nbytes(inner))
-        return 2 * vectors + packed + 32 * chosen + 4 * experts.count
+        dense = [(matrix.rows, matrix.cols) for matrix in layer.dense]
+        return fused_row_nbytes(dense, experts.up.cols, experts.per_token, experts.down.cols, experts.count)
 
     def sizes(layer: LayerShape) -> tuple[object, ...]:
         experts = layer.experts

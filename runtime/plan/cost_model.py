@@ -12,6 +12,8 @@ from itertools import chain
 from typing import Any, Literal, Protocol
 
 from ...moe.expected_rows import padded_rows, wanted_by
+from ...offload.machine.device_costs import SHARED_HEADS, TORCH_ATTENTION, sampling_s
+from ...offload.machine.profile import ATTENTION, LATENTS, TOGETHER
 from ...quant.formats.format import CODE_BITS, get_format
 from ..kv.spec import KVSpec
 from ..settings.budgets import DeviceBudget
@@ -20,7 +22,7 @@ from ..shape.shards import ModelShards, model_shards
 from .candidate import Candidate, WeightFootprint, fuses, may_fuse
 from .loading_cost import LoadingCost, Prepared, least_loading_s, loading_cost
 from .placement import DEEP_RING_EXPERTS, Placement, Plan, Workload, largest_expert
-from .rates import ATTENTION, INTEGERS, TOGETHER, WIDE, Curve, Rates
+from .rates import INTEGERS, WIDE, Curve, Rates
 
 # The share of a layer's experts that a number of tokens wants together, each of them the second number.
 Wanted = Callable[[float, float], float]
@@ -66,12 +68,14 @@ class _PassLoad:
 class _PassCost:
     """Seconds that a pass keeps each resource busy, which overlap, and the bytes that cross links.
 
-    `unhidden` is the share of the shorter of disk and compute that overlaps with nothing.
+    `host_s` are of the thread that drives a device: on a CPU all is in `compute_s`. `unhidden` is the share of the
+    shorter of disk and compute that overlaps with nothing.
     """
 
     disk_s: float
     link_s: float
     compute_s: float
+    host_s: float
     disk_nbytes: float
     link_nbytes: float
     unhidden: float
@@ -139,19 +143,24 @@ class _PassCosts:
 
     def __init__(self, model: _ModelWork, plan: Plan, rates: Rates) -> None:
         self._rates = rates
-        self._computing = _ComputeCosts(model, plan, rates, fused=plan.fused_nbytes > 0)
         staging = plan.staging
+        self._computing = _ComputeCosts(model, plan, rates, fused=plan.fused_nbytes > 0, on_device=staging is not None)
         self._disk = _Streamed(model, plan.placement if staging is None else staging.placement)
         self._link = None if staging is None else _Streamed(model, plan.placement)
-        # On a device neither was measured.
+        # On a device it was not measured.
         self._unhidden = _unhidden_share(model.shards, plan.placement) if staging is None else 0.0
-        self._arrival_s = rates.overheads.arrival_s if staging is None else 0.0
+        self._link_s = 1 / rates.link_bytes_s
+        if staging is not None and rates.pin_nbytes is not None:
+            copied = 1 - min(1.0, rates.pin_nbytes / max(1, staging.staged_nbytes))
+            self._link_s += copied * (1 / rates.staged_bytes_s - self._link_s)
 
     def cost(self, load: _PassLoad) -> _PassCost:
         disk, link = self._disk.nbytes(load.tokens), self._link.nbytes(load.tokens) if self._link else 0
-        rates = self._rates
-        compute = self._computing.seconds(load) + self._arrival_s * self._disk.arrivals(load.tokens)
-        return _PassCost(disk / rates.disk_bytes_s, link / rates.link_bytes_s, compute, disk, link, self._unhidden)
+        compute, host = self._computing.seconds(load)
+        arriving = (self._link or self._disk).arrivals(load.tokens) * self._rates.overheads.arrival_s
+        compute, host = (compute, host + arriving) if self._link else (compute + arriving, host)
+        disk_s, link_s = disk / self._rates.disk_bytes_s, link * self._link_s
+        return _PassCost(disk_s, link_s, compute, host, disk, link, self._unhidden)
 
 
 def _unhidden_share(shards: ModelShards, placement: Placement) -> float:
@@ -167,7 +176,10 @@ class _ComputeCosts:
     `fused`: the library of CPU kernels computes those layers as a whole that it may.
     """
 
-    def __init__(self, model: _ModelWork, formats: _Formats, rates: Rates, *, fused: bool) -> None:
+    def __init__(
+        self, model: _ModelWork, formats: _Formats, rates: Rates, *, fused: bool, on_device: bool = False
+    ) -> None:
+        self._on_device = on_device
         self._shape = model.shape
         self._wanted = model.wanted
         self._overheads = rates.overheads
@@ -187,23 +199,42 @@ class _ComputeCosts:
             names = [INTEGERS.format(f"int{CODE_BITS[get_format(formats.quant).codes]}"), *names]
         self._alone = rates.curve(*names)
         self._together = rates.curve(*chain.from_iterable((TOGETHER.format(each), each) for each in names))
-        self._attending = rates.curve(ATTENTION.format(formats.kv), "none", *names)
+        attending = ATTENTION.format(formats.kv)
+        # On a device torch attends to latents.
+        latent = on_device and any(group.is_latent for group in model.shape.kv_groups)
+        self._attending = rates.curve(*([LATENTS] if latent else []), attending, "none", *names)
+        self._expanding = rates.curve("none", *names)
+        self._layer_launches = TORCH_ATTENTION if latent else 1.0
 
-    def seconds(self, load: _PassLoad) -> float:
-        compute = sum(kind.count * self._layer(kind, load) for kind in self._kinds)
-        return compute + self._attention(load) + self._head(load) + self._overheads.schedule_s * load.sequences
+    def seconds(self, load: _PassLoad) -> tuple[float, float]:
+        """Seconds of the tier that computes, and of the thread that drives it if that is a device."""
+        layers = [(kind.count, self._layer(kind, load), self._fixed(kind, load)) for kind in self._kinds]
+        compute = sum(count * products for count, products, _ in layers) + self._attention(load) + self._head(load)
+        fixed = sum(count * each for count, _, each in layers) + self._overheads.schedule_s * load.sequences
+        if not self._on_device:
+            return compute + fixed, 0.0
+        return compute, fixed + sampling_s(load.sampled, self._shape.vocab)
 
     def _layer(self, kind: _LayerKind, load: _PassLoad) -> float:
-        tokens, overheads = load.tokens, self._fused_overheads if kind.may_fuse else self._overheads
+        tokens = load.tokens
         seconds = _products(self._alone, kind.dense_numel, tokens)
-        seconds += overheads.layer_s + overheads.sequence_s * load.sequences
-        seconds += overheads.token_s * tokens + tokens * self._shape.hidden * NUMBER_NBYTES / self._memory_bytes_s
+        seconds += tokens * self._shape.hidden * NUMBER_NBYTES / self._memory_bytes_s
         if kind.experts is None:
             return seconds
-        union = kind.experts.count * self._wanted(tokens, kind.experts.per_token / kind.experts.count)
+        union = self._union(kind, tokens)
         rows = padded_rows(max(1, round(tokens * kind.experts.per_token / union)))
-        expert_s = 0.0 if self._launches_together else overheads.expert_s
-        return seconds + _products(self._together, union * kind.expert_numel, rows) + expert_s * union
+        return seconds + _products(self._together, union * kind.expert_numel, rows)
+
+    def _fixed(self, kind: _LayerKind, load: _PassLoad) -> float:
+        overheads = self._fused_overheads if kind.may_fuse else self._overheads
+        seconds = overheads.layer_s * self._layer_launches + overheads.sequence_s * load.sequences
+        alone = 0.0 if self._launches_together else overheads.expert_s
+        return seconds + overheads.token_s * load.tokens + alone * self._union(kind, load.tokens)
+
+    def _union(self, kind: _LayerKind, tokens: float) -> float:
+        """The experts of a layer that tokens want together."""
+        experts = kind.experts
+        return experts.count * self._wanted(tokens, experts.per_token / experts.count) if experts else 0.0
 
     def _attention(self, load: _PassLoad) -> float:
         """Seconds of attention over earlier tokens. Keys and values are read once for a chunk."""
@@ -212,14 +243,17 @@ class _ComputeCosts:
 
     def _attention_to(self, tokens: float, chunk: float, back: float) -> float:
         rate, seconds = self._attending.at(chunk), 0.0
+        decoding = self._on_device and chunk <= 1
         for group in self._groups:
             attended = min(back, group.window or back)
             # Generated tokens use the absorbed form of latent attention, prompts expand what they look back at.
             width = (group.absorbed_width if chunk <= 1 else 0) or self._width
             expanding = 2 * tokens / chunk * attended * group.expanding_numel if chunk > 1 else 0
-            flop = 4 * tokens * attended * width + expanding
+            # A GPU's kernels decode each element once for all heads that share it: that is what takes them their time.
+            flop = tokens * attended * (2 * SHARED_HEADS * group.token_numel if decoding else 4 * width)
             read = tokens / max(1.0, chunk) * attended * group.token_nbytes
-            seconds += group.num_layers * max(flop / rate, read / self._memory_bytes_s)
+            attending = flop / rate + expanding / (self._expanding.at(attended) if self._on_device else rate)
+            seconds += group.num_layers * max(attending, read / self._memory_bytes_s)
         return seconds
 
     def _head(self, load: _PassLoad) -> float:
@@ -234,11 +268,12 @@ def _products(rate: Curve, numel: float, rows: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _GroupReads:
-    """Layers with the same window; a token's keys and values take `token_nbytes` in each, latents are expanded by a
-    matrix of `expanding_numel` elements."""
+    """Layers with the same window; a token has `token_numel` keys and values in each, of `token_nbytes`; latents are
+    expanded by a matrix of `expanding_numel` elements."""
 
     num_layers: int
     window: int | None
+    token_numel: int
     token_nbytes: float
     absorbed_width: float
     expanding_numel: int
@@ -246,7 +281,8 @@ class _GroupReads:
     @classmethod
     def of(cls, spec: KVSpec, expanding_numel: int) -> _GroupReads:
         group, token_nbytes = spec.group, spec.record_nbytes / spec.block
-        return cls(len(group.layers), group.window, token_nbytes, group.absorbed_width, expanding_numel)
+        numel = group.kv_heads * (group.head_dim + group.value_dim)
+        return cls(len(group.layers), group.window, numel, token_nbytes, group.absorbed_width, expanding_numel)
 
 
 class _Streamed:
@@ -272,8 +308,8 @@ class _Streamed:
         return sum(count * self._wanted(tokens, share) for share, count in self._counts.items())
 
 
-Resource = Literal["disk", "link", "compute"]
-RESOURCES: tuple[Resource, ...] = ("disk", "link", "compute")
+Resource = Literal["disk", "link", "compute", "host"]
+RESOURCES: tuple[Resource, ...] = ("disk", "link", "compute", "host")
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +363,8 @@ class _Phase:
 def _predict(model: _ModelWork, plan: Plan, job: Workload, rates: Rates, factors: Mapping[str, float]) -> Prediction:
     costs = _PassCosts(model, plan, rates)
     specs = tuple(KVSpec(group, plan.kv, plan.kv_block) for group in model.shape.kv_groups)
-    live = _live_sequences(specs, plan.kv_blocks, min(plan.max_sequences, plan.tokens_per_pass), job)
+    most = min(plan.max_sequences, plan.tokens_per_pass)
+    live = _live_sequences(specs, plan.kv_blocks, most, job, plan.tokens_per_pass)
     phases = list(_phases(job, live, plan.tokens_per_pass))
     costed = [(phase.passes, costs.cost(phase.load)) for phase in phases]
     busy: dict[str, float] = {
@@ -349,11 +386,27 @@ def _predict(model: _ModelWork, plan: Plan, job: Workload, rates: Rates, factors
     )
 
 
-def _live_sequences(specs: Sequence[KVSpec], blocks: Sequence[int], most: int, job: Workload) -> float:
-    """Sequences that run together: as many as a pass takes at `most` and the cache's blocks allow, of mean length."""
-    tokens = max(1, round(job.mean_prompt + job.mean_generated))
-    fitting = [count / spec.least_blocks(tokens) for spec, count in zip(specs, blocks, strict=True)]
-    return max(1.0, min(most, job.sequences, *fitting))
+def _live_sequences(
+    specs: Sequence[KVSpec], blocks: Sequence[int], most: int, job: Workload, tokens_per_pass: int
+) -> float:
+    """Sequences that run together: as many as a pass takes at `most` and the cache's blocks allow, as they use them."""
+    live = 1.0
+    # The more there are, the longer their prompts take, and the further apart they begin.
+    for _ in range(3):
+        tokens = max(1, round(used_tokens(job, live, tokens_per_pass)))
+        fitting = [count / spec.least_blocks(tokens) for spec, count in zip(specs, blocks, strict=True)]
+        live = max(live, min(most, job.sequences, *fitting))
+    return live
+
+
+def used_tokens(job: Workload, live: float, tokens_per_pass: int) -> float:
+    """Tokens of a sequence in the cache, in the mean over `live` ones when together they hold most.
+
+    Blocks are given as a sequence grows. Sequences whose prompts are computed one after the other end one after the
+    other, so that they are never all at their longest.
+    """
+    apart = min(_passes_with_prompts(job, live, tokens_per_pass), job.mean_generated)
+    return job.mean_prompt + job.mean_generated - apart / 2
 
 
 def _phases(job: Workload, live: float, tokens_per_pass: int) -> Iterator[_Phase]:
@@ -388,9 +441,9 @@ def _round(job: Workload, live: float, tokens_per_pass: int, times: int, beginni
 
 def _passes_with_prompts(job: Workload, live: float, tokens_per_pass: int) -> float:
     """Passes of one round. They are full; where prompts are long, all are, and a round takes longer than an answer."""
-    prompts, free = job.mean_prompt * live, tokens_per_pass - live
+    prompts, free = job.mean_prompt * live, max(0.0, tokens_per_pass - live)
     if prompts <= job.mean_generated * free:
-        return max(1.0, prompts / free)
+        return max(1.0, prompts / max(1.0, free))
     return (prompts + job.mean_generated * live) / tokens_per_pass
 
 
@@ -403,7 +456,7 @@ def _mean_context(job: Workload) -> float:
 
 
 def _seconds(cost: _PassCost, name: str, factors: Mapping[str, float]) -> float:
-    seconds = {"disk": cost.disk_s, "link": cost.link_s, "compute": cost.compute_s}[name]
+    seconds = {"disk": cost.disk_s, "link": cost.link_s, "compute": cost.compute_s, "host": cost.host_s}[name]
     return seconds * factors.get(name, 1.0)
 
 
@@ -430,10 +483,12 @@ class _CandidateFormats:
 
 @dataclass(frozen=True, slots=True)
 class _Passes:
-    """`count` equal passes: seconds that each computes, and the least share of the weights not held that it reads."""
+    """`count` equal passes: seconds that each computes, those of the host thread, and the least share of the weights
+    not held that it reads."""
 
     count: float
     compute_s: float
+    host_s: float
     wanted: float
 
 
@@ -504,10 +559,11 @@ class CostModel:
         weights, rates, factors = candidate.weights, self.rates, self.factors
         missing = max(0, weights.nbytes - free_nbytes)
         name, rate = ("link", rates.link_bytes_s) if weights.on_device else ("disk", rates.disk_bytes_s)
-        moved, computed = missing / rate * factors.get(name, 1.0), factors.get("compute", 1.0)
+        moved = missing / rate * factors.get(name, 1.0)
+        computed, driven = (factors.get(resource, 1.0) for resource in ("compute", "host"))
         streams = missing > 0 and not weights.on_device
         generating = sum(
-            each.count * max(each.compute_s * computed, each.wanted * moved)
+            each.count * max(each.compute_s * computed, each.host_s * driven, each.wanted * moved)
             for each in self._passes_of(candidate, compute, blocks, workload, fused=not streams)
         )
         return generating + least_loading_s(weights, streams, rates.loading, rates.disk_bytes_s, prepared)
@@ -516,7 +572,7 @@ class CostModel:
         self, candidate: Candidate, compute: str, blocks: tuple[int, ...], workload: Workload, *, fused: bool
     ) -> list[_Passes]:
         weights, spec = candidate.weights, candidate.cache.specs[0]
-        live = _live_sequences(candidate.cache.specs, blocks, candidate.live, workload)
+        live = _live_sequences(candidate.cache.specs, blocks, candidate.live, workload, candidate.tokens_per_pass)
         formats = _CandidateFormats(
             weights.dtype, weights.quant, compute, spec.format, spec.block, weights.grouped_experts
         )
@@ -524,9 +580,9 @@ class CostModel:
         key = (workload, formats, candidate.tokens_per_pass, live, fused)
         if key not in self._passes:
             work = self._work(weights.quant, weights.dtype, weights.shards)
-            costs = _ComputeCosts(work, formats, self.rates, fused=fused)
+            costs = _ComputeCosts(work, formats, self.rates, fused=fused, on_device=weights.on_device)
             self._passes[key] = [
-                _Passes(phase.passes, costs.seconds(phase.load), work.least_wanted(phase.load.tokens))
+                _Passes(phase.passes, *costs.seconds(phase.load), work.least_wanted(phase.load.tokens))
                 for phase in _phases(workload, live, candidate.tokens_per_pass)
             ]
         return self._passes[key]

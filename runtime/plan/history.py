@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from hashlib import sha256
@@ -21,15 +20,11 @@ from platformdirs import user_state_path
 from ...offload.atomic_file import own_name, write_atomically
 from ...offload.machine.hardware import Hardware
 from ..shape.model_shape import ModelShape, shape_to_json
-from .cost_model import RESOURCES
-from .loading_cost import LOADING
+from .loading_cost import GENERATING, LOADING
 from .placement import Plan
 
 SCHEMA = "moedge.runs/3"
 MOST_KEPT = 200
-# Runs of one kind that a factor is the mean of, the newest; and how far runs of other kinds may move it.
-LEARNED_FROM = 3
-MOST_BORROWED = 2.0
 # What a job does beside bare passes (sampling, text, the journal, caches that they empty) is in no profile. First jobs
 # took 1.05 to 1.7 times the time of compute alone, the middle one a quarter more (docs/performance.md).
 BESIDE_PASSES = MappingProxyType({"compute": 1.25})
@@ -77,31 +72,17 @@ def keep(record: RunRecord, path: Path | None = None) -> None:
 
 
 def corrections(records: Sequence[RunRecord], machine: str, shape: str, formats: str) -> dict[str, float]:
-    """Correction factors of predicted seconds, by bottleneck and for "loading"; the same in every weight format.
+    """How many times as long as predicted the newest run of the same model took here, to generate and to load.
 
     `formats` is a `formats_key`, whose weight format counts for nothing: a correction that knew some formats only would
-    make those that never ran look fast. Runs of the same model count in full, their newest few; else runs of this
-    machine that waited for the same resource, within bounds. Corrections are for what is shown; choices are made
-    without them, so that the same command chooses the same whatever ran before.
+    make those that never ran look fast. What other models taught does not count. A correction is for what is shown;
+    choices are made without it, so that the same command chooses the same whatever ran before.
     """
-    mine = [each for each in records if each.machine == machine and _kind(each.formats) == _kind(formats)]
-    found = {}
-    for resource in (*RESOURCES, LOADING):
-        ratios = [(each.shape == shape, _ratio(each, resource)) for each in mine]
-        every = [ratio for _, ratio in ratios if ratio]
-        same = [ratio for own, ratio in ratios if own and ratio]
-        if same:
-            found[resource] = statistics.geometric_mean(same[:LEARNED_FROM])
-        elif every:
-            found[resource] = min(MOST_BORROWED, max(1 / MOST_BORROWED, statistics.median(every)))
-    return found
-
-
-def _ratio(record: RunRecord, resource: str) -> float:
-    """0 where the run says nothing of the resource."""
-    if resource == LOADING:
-        return record.loading_ratio
-    return record.ratio if record.bottleneck == resource else 0.0
+    kind = machine, shape, _kind(formats)
+    same = [each for each in records if (each.machine, each.shape, _kind(each.formats)) == kind]
+    loading = [each.loading_ratio for each in same if each.loading_ratio]
+    newest = ((GENERATING, [each.ratio for each in same]), (LOADING, loading))
+    return {name: ratios[0] for name, ratios in newest if ratios}
 
 
 def _kind(formats: str) -> str:

@@ -16,8 +16,8 @@ from ..shape.shards import checkpoint_nbytes, copied_nbytes, resident_nbytes, wi
 from .candidate import WeightFootprint
 from .placement import Plan
 
-# How corrections of loading are named, beside those of resources.
-LOADING = "loading"
+# How corrections are named.
+GENERATING, LOADING = "generating", "loading"
 # Of a machine that nobody measured (docs/plan.md).
 SLOW_READ_BYTES_S = 5e8
 SLOW_WRITE_BYTES_S = 2e8

@@ -6,6 +6,7 @@ shortest predicted time is found by branch and bound.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -22,9 +23,18 @@ from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape
 from ..shape.read import OUTER, SMALL
 from ..shape.shards import BESIDE_KEPT, SMALLEST_FORMATS, offered_formats, settled_format
-from .candidate import CacheSize, Candidate, WeightFootprint, choose_block, fused_nbytes, fuses, largest
-from .cost_model import NOTHING_PREPARED, RESOURCES, CostModel, Prediction
-from .loading_cost import LOADING, Prepared
+from .candidate import (
+    CacheSize,
+    Candidate,
+    WeightFootprint,
+    choose_block,
+    fused_nbytes,
+    fuses,
+    groups_experts,
+    largest,
+)
+from .cost_model import NOTHING_PREPARED, CostModel, Prediction, used_tokens
+from .loading_cost import GENERATING, LOADING, Prepared
 from .memory_ledger import MemoryLedger
 from .placement import Plan, Workload, choose_placement, device_ring, stage_for_device
 
@@ -34,7 +44,7 @@ SMALL_KV = "int8"
 LEAST_TOKENS, MOST_TOKENS = 64, 8192
 # More sequences than this were never useful: they take Python longer than weights take to arrive.
 MOST_SEQUENCES = 4096
-# Sequences differ from their mean: this many times the blocks of mean sequences, and no pass waits for one.
+# Sequences differ from their mean: this many times the blocks that they use, and few are ever preempted.
 SPARE_BLOCKS = 1.1
 # `auto` takes a less lossy weight format if its time is at most this multiple of the fastest.
 WORTH = 1.5
@@ -102,6 +112,10 @@ class SearchSpace:
         device = request.budget.device
         self.dtype = choose_dtype(settings.dtype, shape.dtype, None if device is None else device.gpu)
         self.quants = _quants(settings, shape, self.dtype)
+        if settings.quant == "auto" and device is not None:
+            # Experts one by one take a device an order of magnitude more launches and bytes: int4's, so far.
+            grouped = [quant for quant in self.quants if groups_experts(shape, quant, device.gpu)]
+            self.quants = tuple(grouped or self.quants)
         self.most_live = min(settings.max_sequences or MOST_SEQUENCES, workload.sequences)
         self._block = choose_block(workload.mean_live)
         self._specs: dict[str, tuple[KVSpec, ...]] = {}
@@ -146,16 +160,19 @@ class SearchSpace:
         return sizes
 
     def sequences(self, tokens: int) -> Iterator[int]:
-        """Numbers of live sequences to try: steps of a half and a third, and those that make the job's rounds equal."""
+        """Numbers of live sequences to try: steps of a sixth to a quarter, and those that make equal rounds."""
         most = min(self.most_live, tokens)
-        steps = {step << power for power in range(13) for step in (2, 3)} | {1}
+        steps = {step << power for power in range(13) for step in (1, 5, 6, 7)}
         equal = {-(-self.request.workload.sequences // rounds) for rounds in range(1, 9)}
         yield from sorted({live for live in steps | equal | {most} if live <= most})
 
-    def cached(self, live: int, longest: int) -> int:
-        """Sequences at their longest whose blocks let `live` sequences of mean length run together."""
-        mean = min(longest, self.request.workload.mean_prompt + self.request.workload.mean_generated)
-        return max(1, min(live, -(-int(SPARE_BLOCKS * live * mean) // longest)))
+    def cached(self, candidate: Candidate) -> int:
+        """Sequences at their longest whose blocks let all live ones of a candidate run together, as they use them."""
+        live, longest = candidate.live, candidate.cache.longest
+        used = min(longest, round(used_tokens(self.request.workload, live, candidate.tokens_per_pass)))
+        # Windows are full long before a sequence ends: models that have them get blocks for all at their longest.
+        share = max(spec.least_blocks(max(1, used)) / spec.least_blocks(longest) for spec in candidate.cache.specs)
+        return max(1, min(live, math.ceil(SPARE_BLOCKS * live * share)))
 
     def longest(self) -> int:
         """The longest sequence that fits in the smallest format: the job's, where it fits. Raises DoesNotFit."""
@@ -288,15 +305,9 @@ class PlanResult:
     def of(cls, plan: Plan, seconds: Mapping[str, float], request: PlanRequest) -> PlanResult:
         """The result with this plan. All formats get the same correction, or they could not be compared."""
         predicted = request.costs.predict(plan, request.workload, request.prepared)
-        factor = request.corrections.get(predicted.bottleneck, 1.0)
+        factor = request.corrections.get(GENERATING, 1.0)
         corrected = predicted.corrected(factor, request.corrections.get(LOADING, 1.0))
         return cls(plan, corrected, {quant: factor * each for quant, each in seconds.items()}, request, factor)
-
-    @property
-    def comparable(self) -> PlanRequest:
-        """The request, for variations that are compared with this result: corrected by the same factor."""
-        every: dict[str, float] = dict.fromkeys(RESOURCES, self.correction)
-        return replace(self.request, corrections={**self.request.corrections, **every})
 
     @property
     def ledger(self) -> MemoryLedger:
@@ -455,7 +466,7 @@ class _Search:
     def _cached(self, candidate: Candidate) -> int:
         """If all weights are held, the cache takes the remaining bytes, because nothing else could use them."""
         budget = self._request.budget_nbytes
-        least = self.space.cached(candidate.live, candidate.cache.longest)
+        least = self.space.cached(candidate)
         if candidate.whole(least) > budget:
             return least
         free = budget - candidate.fixed - candidate.weights.nbytes

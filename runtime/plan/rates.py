@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
+from ...offload.machine import device_costs
 from ...offload.machine.profile import FlopRates, Machine, Overheads
 from .loading_cost import LoadingSpeeds
 
@@ -18,16 +19,8 @@ SLOW_DEVICE_MEMORY_BYTES_S = 2e11
 SLOW_FLOP_S: Mapping[int, float] = MappingProxyType({1: 2e9, 64: 5e10})
 SLOW_DEVICE_FLOP_S: Mapping[int, float] = MappingProxyType({1: 1e11, 128: 5e12})
 SLOW_OVERHEADS = Overheads(layer_s=4e-3, expert_s=3e-4, sequence_s=2e-4, token_s=1e-4, arrival_s=4e-4, schedule_s=2e-4)
-# On a device sequences and tokens of a layer are rows of a launch. 8 layers took 14 ms each beside an H100, with 420
-# sequences (docs/gpu.md).
-SLOW_DEVICE_OVERHEADS = Overheads(
-    layer_s=8e-3, expert_s=1e-4, sequence_s=1e-5, token_s=1e-12, arrival_s=4e-4, schedule_s=2e-4
-)
-# How measured rates are named: products with a weight format, several experts side by side, attention over a KV format.
-TOGETHER = "{} together"
 # Products of int8 or 4-bit codes with activations that are rounded to int8, compute int8.
 INTEGERS = "{}xint8"
-ATTENTION = "attention {}"
 WIDE = "fp32"
 
 
@@ -35,7 +28,9 @@ WIDE = "fp32"
 class Rates:
     """Rates of a tier that computes and of the links to it. FLOP/s are by name, then by number of rows.
 
-    `link_bytes_s` is from the host to a device, `memory_bytes_s` of the memory that weights compute in.
+    `link_bytes_s` is from the host to a device, `memory_bytes_s` of the memory that weights compute in. A device's
+    `overheads` are of the host thread that drives it. `pin_nbytes` of host memory can be page-locked (None: all); the
+    rest crosses the link at `staged_bytes_s`, because it is copied within host memory first.
     `fused_overheads` are those of layers that the library of CPU kernels computes as a whole, None if not measured.
     """
 
@@ -46,6 +41,8 @@ class Rates:
     flop_s: FlopRates = field(default_factory=dict)
     otherwise: Mapping[int, float] = field(default_factory=lambda: SLOW_FLOP_S)
     measured: bool = False
+    pin_nbytes: int | None = None
+    staged_bytes_s: float = SLOW_LINK_BYTES_S
     loading: LoadingSpeeds = field(default_factory=LoadingSpeeds)
     fused_overheads: Overheads | None = None
 
@@ -96,13 +93,20 @@ def rates_of(machine: Machine | None, on_device: bool = False) -> Rates:
 def _device_rates(machine: Machine | None) -> Rates:
     link = machine.link if machine else None
     memory = (machine.device_memory_bytes_s if machine else None) or SLOW_DEVICE_MEMORY_BYTES_S
+    link_bytes_s = (link.pinned_bytes_s or link.pageable_bytes_s) if link else SLOW_LINK_BYTES_S
+    host = machine.memory_bytes_s if machine else SLOW_MEMORY_BYTES_S
+    overheads = (machine and machine.device_overheads) or device_costs.OVERHEADS
     return Rates(
         disk_bytes_s=machine.disk.bytes_s if machine and machine.disk else SLOW_DISK_BYTES_S,
-        link_bytes_s=(link.pinned_bytes_s or link.pageable_bytes_s) if link else SLOW_LINK_BYTES_S,
+        link_bytes_s=link_bytes_s,
         memory_bytes_s=memory,
-        overheads=(machine and machine.device_overheads) or SLOW_DEVICE_OVERHEADS,
+        # Passes are measured with all experts held.
+        overheads=replace(overheads, arrival_s=max(overheads.arrival_s, device_costs.ARRIVAL_S)),
         flop_s=machine.device_flop_s if machine else {},
         otherwise=SLOW_DEVICE_FLOP_S,
         measured=link is not None,
+        pin_nbytes=machine.pin.usable if machine and machine.pin else None,
+        # Read, written, and read by the copy.
+        staged_bytes_s=min(link_bytes_s, host / 3),
         loading=LoadingSpeeds.of(machine),
     )

@@ -22,11 +22,13 @@ SHORTER = 2
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One variation: what was varied to which number, and the rate that results; None means that it does not fit."""
+    """One variation: what was varied to which number, and the rate of its own best plan and the format of its weights;
+    None means that it does not fit."""
 
     varied: str
     value: int
     generated_tok_s: float | None
+    quant: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +52,14 @@ def by_sequences(request: PlanRequest, result: PlanResult) -> list[Point]:
     """Speed by number of sequences, from one to twice the plan's, each with the best other choices."""
     most = min(request.workload.sequences, 2 * result.plan.max_sequences)
     counts = sorted({1 << power for power in range(0, most.bit_length(), 2)} | {result.plan.max_sequences, most})
-    fixed = result.comparable.with_settings(quant=result.plan.quant)
-    return [_point("sequences", count, fixed.with_settings(max_sequences=count)) for count in counts]
+    return [_point("sequences", count, request.with_settings(max_sequences=count)) for count in counts]
 
 
-def by_budget(request: PlanRequest, result: PlanResult) -> list[Point]:
-    """Each tier's budget from half to double in round numbers, up to what the machine has; the others as they are."""
-    fixed = result.comparable.with_settings(quant=result.plan.quant)
+def by_budget(request: PlanRequest) -> list[Point]:
+    """Each tier's budget from half to double in round numbers, up to what the machine has; the others as they are. Each
+    point is what `solve` makes of that budget."""
     return [
-        _point(tier, value, fixed.with_budget(tier, value))
+        _point(tier, value, request.with_budget(tier, value))
         for tier, nbytes in request.budget.memory.items()
         for value in sorted({nbytes, *(_round(share * nbytes) for share in SHARES)})
         if value <= most_of(request, tier)
@@ -66,9 +67,9 @@ def by_budget(request: PlanRequest, result: PlanResult) -> list[Point]:
 
 
 def most_of(request: PlanRequest, tier: str) -> float:
-    """The most bytes that a budget of a tier may be: what the machine has; of another machine, any."""
+    """The most bytes that a budget of a tier may be: what the machine has; of another machine, any RAM."""
     hardware = request.hardware
-    if request.elsewhere or hardware is None:
+    if hardware is None or (tier == "host" and request.elsewhere):
         return math.inf
     return hardware.ram_nbytes if tier == "host" else hardware.gpus[0].nbytes
 
@@ -83,7 +84,7 @@ def suggestions(request: PlanRequest, result: PlanResult) -> list[Suggestion]:
     """The cheapest change of each kind that helps: the first step of memory that does, formats from exact on."""
     now = result.prediction.generated_tok_s
     found = []
-    for changes in _changes(result.comparable, result):
+    for changes in _changes(request, result):
         for change, other in changes:
             better = attempt(other)
             if better and better.prediction.generated_tok_s >= WORTH_SHOWING * now:
@@ -134,4 +135,6 @@ def _changes(request: PlanRequest, result: PlanResult) -> Iterator[list[tuple[st
 
 def _point(varied: str, value: int, request: PlanRequest) -> Point:
     result = attempt(request)
-    return Point(varied, value, result.prediction.generated_tok_s if result else None)
+    if result is None:
+        return Point(varied, value, None, None)
+    return Point(varied, value, result.prediction.generated_tok_s, result.plan.quant)

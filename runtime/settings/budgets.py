@@ -88,7 +88,8 @@ class MemoryBudget:
 def within(option: str, text: str, nbytes: int, total: int) -> int:
     """`nbytes`, which `text` means. Raises BadSize where the machine has less: the kernel would end such a job."""
     if nbytes > total:
-        raise BadSize(f"{option} {text} is more than this machine has ({gib(total)}); give at most {total // MIB}MiB")
+        owner = "the GPU" if option == "--gpu-mem" else "this machine"
+        raise BadSize(f"{option} {text} is more than {owner} has ({gib(total)}); give at most {total // MIB}MiB")
     return nbytes
 
 
@@ -154,9 +155,7 @@ class Budgets:
             without_device(self.gpu_mem)
             return None
         first = hardware.gpus[0]
-        nbytes = parse_size(self.gpu_mem, first.nbytes, first.nbytes, auto_device)
-        if not elsewhere:
-            nbytes = self.device_nbytes(first.nbytes, first.nbytes)
+        nbytes = self.device_nbytes(first.nbytes, first.nbytes)
         gpu = WITHOUT_KERNELS._replace(processors=max(1, first.processors))
         if first.capability:
             major, minor = first.capability.split(".")

@@ -1,7 +1,7 @@
 """The tensors that a checkpoint of a family holds, worked out from its config.json: for plans without any weights.
 
-Names and shapes are those of transformers' own modules of these families (modeling_*.py); of other families they are
-read from files only.
+Names and shapes are those of transformers' own modules of these families (modeling_*.py), without importing them; of
+other families transformers is asked (model/definition.py).
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 
 from ...offload.checkpoint.header import TensorEntry
 from ...quant.formats.dtypes import OPTION_DTYPES
-from ..settings.errors import UnsupportedModel
 from .config import ModelConfig, head_dim, kv_heads
 from .model_shape import ModelShape
+from .quantized_formula import quantized_entries
 from .read import model_shape
 
 _Shapes = dict[str, tuple[int, ...]]
@@ -22,33 +22,31 @@ _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _USUAL_DTYPE = "bf16"
 
 
-def shape_of_config(config: ModelConfig, dtype: str | None = None) -> ModelShape:
+def shape_of_config(config: ModelConfig, dtype: str | None = None, shapes: _Shapes | None = None) -> ModelShape:
     """The shape of the model that a config describes; `dtype` as config.json names it, such as "bfloat16".
 
-    Raises UnsupportedModel for families whose tensors are not worked out here.
+    `shapes` are those of a checkpoint in floats; None for families whose tensors are worked out here. Raises
+    UnsupportedModel.
     """
-    if config.quantization is not None:
-        raise UnsupportedModel(
-            f"a plan without weights is not made for a quantized checkpoint ({config.quantization.method}); give the "
-            "folder of the checkpoint, whose headers say what its tensors are"
-        )
     option = _DTYPES.get(dtype or "", _USUAL_DTYPE)
     stored = OPTION_DTYPES[option]
     entries = {
         name: TensorEntry(name, stored.safetensors, shape, 0, stored.nbytes * math.prod(shape))
-        for name, shape in tensor_shapes(config).items()
+        for name, shape in (shapes or tensor_shapes(config)).items()
     }
+    if config.quantization is not None:
+        entries = quantized_entries(config.quantization, entries, config.family.transposed_experts)
     return model_shape(config, entries)
 
 
+def is_worked_out(config: ModelConfig) -> bool:
+    """Whether `tensor_shapes` knows the family."""
+    return config.family.model_type in _FEED_FORWARD
+
+
 def tensor_shapes(config: ModelConfig) -> _Shapes:
-    """Shape by name of every tensor of a checkpoint. Raises UnsupportedModel."""
+    """Shape by name of every tensor of a checkpoint of a family that `is_worked_out`."""
     family = config.family.model_type
-    if family not in _FEED_FORWARD:
-        raise UnsupportedModel(
-            f"a plan without weights is made for {', '.join(sorted(_FEED_FORWARD))}, not yet for {family}; give the "
-            "folder of the checkpoint, whose headers say what its tensors are"
-        )
     hidden, vocab = config.size("hidden_size"), config.size("vocab_size")
     shapes: _Shapes = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
     if not config.get("tie_word_embeddings"):

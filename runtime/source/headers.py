@@ -23,7 +23,7 @@ from ..settings.errors import ModelNotFound
 from ..settings.settings import Settings
 from ..shape.checkpoint_shape import read_shape
 from ..shape.config import CONFIG, MAX_CONFIG_NBYTES, ModelConfig
-from ..shape.formula import shape_of_config
+from ..shape.formula import is_worked_out, shape_of_config
 from ..shape.model_shape import ModelShape, shape_from_json
 from ..shape.multimodal import text_name
 from ..shape.read import model_shape
@@ -60,7 +60,8 @@ class Headers:
 def read_headers(name: str) -> Headers:
     """Reads the headers of a folder, a GGUF file, prepared weights, or a hub repository, in the hub's cache or not.
 
-    The shape of a folder that has config.json but no weights is computed from the config.
+    The shape of a folder that has config.json but no weights is computed from the config, for which many families need
+    transformers.
 
     Raises ModelNotFound, UnsupportedModel, BadCheckpoint, BadStore.
     """
@@ -83,7 +84,13 @@ def _of_config(folder: Path) -> ModelShape:
     """Raises BadCheckpoint where the folder has an index that says something else."""
     config = ModelConfig.read(folder)
     content = load_object(read_inside(folder, CONFIG, MAX_CONFIG_NBYTES))
-    shape = shape_of_config(config, str(content.get("dtype") or content.get("torch_dtype") or ""))
+    shapes = None
+    if not is_worked_out(config):
+        # Imports torch and transformers.
+        from ..model.definition import stock_tensor_shapes
+
+        shapes = stock_tensor_shapes(config)
+    shape = shape_of_config(config, str(content.get("dtype") or content.get("torch_dtype") or ""), shapes)
     index, data = folder / INDEX, find_inside(folder, INDEX, MAX_INDEX_NBYTES)
     total = None if data is None else load_object(data).get("metadata", {}).get("total_size")
     if isinstance(total, int) and abs(checkpoint_nbytes(shape) - total) > MOST_DIFFERENT * total:

@@ -337,12 +337,6 @@ class StreamedWeights:
         return max((reader.seconds_busy for reader in self._lanes.readers), default=0.0)
 
     @property
-    def disk_bytes_s(self) -> float | None:
-        """The rate of the disk in all passes so far, made-up rows included; None before the first read."""
-        nbytes, seconds = self._counts()[0], self.seconds_reading
-        return nbytes / seconds if nbytes and seconds else None
-
-    @property
     def nbytes_moved(self) -> int:
         """Bytes read and copied so far, including chunks of shards that are not complete yet."""
         return sum(stream.nbytes_moved for stream in self._lanes.streams)

@@ -72,7 +72,7 @@ def test_a_row_that_alone_exceeds_the_cache_fails_and_is_counted_before_the_run(
         return plan_job(source, settings, budgets, replace(budget, host_nbytes=smallest), job)
 
     monkeypatch.setattr(lifecycle, "plan_job", tight)
-    monkeypatch.setattr(lifecycle, "rehearse", lambda *arguments: Rehearsed(wanted_by, None, False))
+    monkeypatch.setattr(lifecycle, "rehearse", lambda *arguments: Rehearsed(wanted_by, False))
     # This process has held more than such a budget before.
     monkeypatch.setattr(MemoryLedger, "check", lambda self: None)
     out = tmp_path / "out.jsonl"

@@ -69,7 +69,7 @@ def run_job(model: Path, folder: Path, fake: Any, *options: str) -> tuple[int, l
         """In its place, so that the launches which are counted are those of passes."""
         if fake:
             fake.launched.clear()
-        return Rehearsed(wanted_by, None, False)
+        return Rehearsed(wanted_by, False)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))

@@ -85,6 +85,13 @@ QWEN3_NEXT = {
     "max_position_embeddings": 262144, "tie_word_embeddings": False, "norm_topk_prob": True, "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }  # fmt: skip
+DEEPSEEK_V2_LITE = {
+    "model_type": "deepseek_v2", "hidden_size": 2048, "num_hidden_layers": 27, "num_attention_heads": 16,
+    "num_key_value_heads": 16, "q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 2,
+    "first_k_dense_replace": 1, "moe_intermediate_size": 1408, "intermediate_size": 10944, "vocab_size": 102400,
+    "max_position_embeddings": 163840, "tie_word_embeddings": False,
+}  # fmt: skip
 CONFIGS = {
     "Qwen3-30B-A3B": QWEN3_30B,
     "Mixtral-8x7B": MIXTRAL,
@@ -92,7 +99,7 @@ CONFIGS = {
     "gpt-oss-120b": GPT_OSS_120B,
     "Qwen3-Next-80B-A3B": QWEN3_NEXT,
 }
-LATENT_CONFIGS = {"DeepSeek-V3": DEEPSEEK_V3, "GLM-4.7-Flash": GLM_4_7_FLASH}
+LATENT_CONFIGS = {"DeepSeek-V2-Lite": DEEPSEEK_V2_LITE, "DeepSeek-V3": DEEPSEEK_V3, "GLM-4.7-Flash": GLM_4_7_FLASH}
 
 
 def known_shape(name: str) -> ModelShape:

@@ -6,6 +6,7 @@ The machine has 8 GiB of GPU memory behind 22 GB/s, 32 GiB of RAM, and a disk of
 import json
 from pathlib import Path
 
+from moedge.offload.machine.device_costs import OVERHEADS
 from moedge.offload.machine.hardware import GpuInfo, Hardware
 from moedge.offload.machine.profile import (
     Disk,
@@ -30,7 +31,7 @@ RECORDED = Machine(
     device_flop_s={name: {1: 2e11, 1024: 1.6e13} for name in ("none", "int8", "int4", "nf4")},
     overheads=COSTS,
     fused_overheads=COSTS,
-    device_overheads=COSTS,
+    device_overheads=OVERHEADS,
     kernel_lacks={"attention": "", "cache": "", "experts": ""},
     loading=LoadingRates(1e9, PACK),
 )

@@ -13,7 +13,7 @@ from ....quant.matmul import steps
 from ....quant.matmul.matmul import ALL_ROWS, ParallelMatmul
 from ....quant.matmul.steps import HeadRows, Routed, Step, Steps
 from ....quant.matmul.tiled import MOST_ROWS
-from ....quant.scratch import row_nbytes
+from ....quant.scratch import fused_row_nbytes, row_nbytes
 from ...attention.protocol import AttentionCall
 from .structure import LayerParts
 
@@ -44,16 +44,10 @@ class Buffers:
 
     @staticmethod
     def nbytes(parts: LayerParts) -> int:
-        """What one row takes, about."""
-        hidden, chosen = parts.hidden_size, parts.num_chosen
-        width = max(linear.packed.shape[1] for linear in parts.linears)
-        vectors = (
-            (4 + chosen) * hidden
-            + parts.linears[3].packed.shape[1]
-            + sum(linear.packed.shape[0] for linear in parts.linears[:3])
-        )
-        expert = steps.expert_row_nbytes(parts.source.experts[0].operands)
-        return 2 * vectors + 3 * row_nbytes(width) + chosen * (expert + 32) + 4 * parts.router.shape[0]
+        """What one row takes, as the plan counts it."""
+        dense = [(linear.packed.shape[0], linear.packed.shape[1]) for linear in parts.linears]
+        inner = parts.source.experts[0].operands[2].shape[1]
+        return fused_row_nbytes(dense, parts.hidden_size, parts.num_chosen, inner, parts.router.shape[0])
 
     @staticmethod
     def key(parts: LayerParts) -> tuple[object, ...]:

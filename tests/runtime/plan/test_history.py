@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 from moedge.runtime.plan.history import (
-    LEARNED_FROM,
-    MOST_BORROWED,
     MOST_KEPT,
     RunRecord,
     corrections,
@@ -57,27 +55,23 @@ def test_a_file_that_is_cut_or_edited_counts_as_empty_and_a_failed_write_leaves_
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_newest_runs_of_a_model_correct_it_in_every_weight_format() -> None:
+def test_the_newest_run_of_a_model_corrects_it_in_every_weight_format() -> None:
     """Else the formats that never ran would look fast beside those that did."""
     ratios = [1.4, 1.5, 1.3, 9.0]
     runs = [replace(RUN, ratio=ratio, formats=kind) for ratio, kind in zip(ratios, 2 * list(KINDS), strict=True)]
     learned = [corrections(runs, "box", "shape", f"{quant} bf16") for quant in ("none", "int8", "int4", "nf4", "auto")]
-    assert learned[0] == {"compute": pytest.approx((1.4 * 1.5 * 1.3) ** (1 / LEARNED_FROM))}
+    assert learned[0]["generating"] == 1.4
     assert all(each == learned[0] for each in learned)
 
 
-def test_a_resource_learns_from_runs_that_waited_for_it_and_loading_from_runs_that_loaded() -> None:
-    runs = [replace(RUN, bottleneck="disk", ratio=3.0, loading_ratio=1.5), replace(RUN, ratio=2.0)]
-    assert corrections(runs, "box", "shape", "nf4 bf16") == {
-        "compute": pytest.approx(2.0),
-        "disk": pytest.approx(3.0),
-        "loading": pytest.approx(1.5),
-    }
+def test_loading_learns_from_the_newest_run_that_loaded() -> None:
+    runs = [replace(RUN, ratio=3.0, loading_ratio=0.0), replace(RUN, ratio=2.0, loading_ratio=1.5)]
+    assert corrections(runs, "box", "shape", "nf4 bf16") == {"generating": 3.0, "loading": 1.5}
 
 
-def test_runs_of_other_models_count_within_bounds_and_those_of_other_machines_and_other_arithmetic_not_at_all() -> None:
+def test_runs_of_other_models_machines_and_arithmetic_do_not_count() -> None:
     runs = [replace(RUN, ratio=ratio) for ratio in (5.0, 6.0, 7.0)]
-    assert corrections(runs, "box", "another", "nf4 bf16") == {"compute": MOST_BORROWED}
+    assert corrections(runs, "box", "another", "nf4 bf16") == {}
     assert corrections(runs, "elsewhere", "shape", "nf4 bf16") == {}
     assert corrections(runs, "box", "shape", "nf4 bf16 device") == {}
     assert corrections(runs, "box", "shape", "nf4 fp32") == {}

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,18 +20,27 @@ from moedge.offload.checkpoint.checkpoint import Checkpoint
 from moedge.quant.matmul.matmul import ParallelMatmul, Workspace
 from moedge.runtime.model.assembly import LayerAssembly
 from moedge.runtime.model.defaults import rebuild
-from moedge.runtime.model.definition import define
+from moedge.runtime.model.definition import define, stock_tensor_shapes
+from moedge.runtime.plan.cost_model import CostModel
+from moedge.runtime.plan.placement import Workload
+from moedge.runtime.plan.planner import PlanRequest, solve
+from moedge.runtime.plan.rates import rates_of
 from moedge.runtime.settings import errors
+from moedge.runtime.settings.budgets import MemoryBudget
 from moedge.runtime.settings.errors import OldTransformers, UnsupportedModel
 from moedge.runtime.shape import families
+from moedge.runtime.shape.checkpoint_shape import read_shape
 from moedge.runtime.shape.config import ModelConfig
 from moedge.runtime.shape.families import INDEXED, MOE, SINCE, SUPPORTED
-from moedge.runtime.shape.formula import shape_of_config
+from moedge.runtime.shape.formula import is_worked_out, shape_of_config
 from moedge.runtime.shape.model_shape import KVGroup, ModelShape, shape_from_json, shape_to_json
 from moedge.runtime.shape.read import model_shape
-from moedge.runtime.shape.shards import model_shards
+from moedge.runtime.shape.shards import all_formats, checkpoint_nbytes, model_shards
 from moedge.runtime.shape.states import is_convolution
+from moedge.runtime.source.headers import read_headers
 from support.installed_transformers import NEWEST, installed, needs_transformers
+from support.known_shapes import CONFIGS
+from support.quantized_checkpoints import FORMATS, write_quantized
 from support.tiny_families import build_model, stored_numel, tiny_config
 
 
@@ -63,6 +73,60 @@ def test_shape_agrees_with_the_stock_model(family: str, tmp_path: Path) -> None:
     assert (shape.num_experts > 0) == (family in MOE)
     check_heads(shape, layers)
     check_states(shape, layers)
+    # A plan without weights: the same from config.json alone.
+    config = ModelConfig.read(tmp_path)
+    shapes = None if is_worked_out(config) else stock_tensor_shapes(config)
+    assert shape_of_config(config, "float32", shapes) == shape
+
+
+# Scales in another dtype than the model's: published ones of this method are in the model's.
+SCALED_OTHERWISE = {"ct int4 g32 bf16", "ct int4 g64 fp16 asym", "ct int8 g128 bf16"}
+
+
+@pytest.mark.parametrize("form", sorted({*FORMATS, "mxfp4"} - {"ct mixed", *SCALED_OTHERWISE}))
+def test_shapes_of_quantized_checkpoints_are_worked_out_from_their_config(form: str, tmp_path: Path) -> None:
+    write_quantized(form, tmp_path / "packed", tmp_path / "wide", "gpt_oss" if form == "mxfp4" else "qwen3_moe")
+    config = ModelConfig.read(tmp_path / "packed")
+    if form.startswith("bnb"):
+        with pytest.raises(UnsupportedModel, match="quantized by bitsandbytes"):
+            shape_of_config(config, "float32")
+        return
+    with Checkpoint(tmp_path / "packed") as files:
+        wanted = read_shape(tmp_path / "packed")
+        nbytes = sum(entry.nbytes for entry in files.entries.values())
+    found = shape_of_config(config, "float32")
+    assert replace(found, stored=(), widened_nbytes=0, dtype="") == replace(
+        wanted, stored=(), widened_nbytes=0, dtype=""
+    )
+    assert checkpoint_nbytes(found) == pytest.approx(nbytes, rel=0.02)
+    assert all_formats(found) == all_formats(wanted)
+
+
+# Bytes of published files: openai/gpt-oss-20b and -120b, Qwen/Qwen3-30B-A3B-FP8, and Mixtral-8x7B in AWQ.
+PUBLISHED = {
+    "gpt-oss-20b": ({"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}, 13.76e9),
+    "gpt-oss-120b": ({"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}, 65.2e9),
+    "Qwen3-30B-A3B": (
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}, 31.1e9,
+    ),
+    "Mixtral-8x7B": (
+        {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True,
+         "modules_to_not_convert": ["gate"]}, 24.7e9,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_quantized_models_are_planned_from_config_alone(name: str, tmp_path: Path) -> None:
+    """With the bytes of their files, and with their own codes where a weight format has them."""
+    quantization, nbytes = PUBLISHED[name]
+    values = {**CONFIGS[name], "quantization_config": quantization, "torch_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    shape = read_headers(str(tmp_path)).shape
+    assert checkpoint_nbytes(shape) == pytest.approx(nbytes, rel=0.01)
+    costs = CostModel(shape, rates_of(None, on_device=False))
+    plan = solve(PlanRequest(costs=costs, workload=Workload(64, 64), budget=MemoryBudget(128 << 30))).plan
+    assert plan.weights_nbytes < 1.1 * nbytes or quantization["quant_method"] == "fp8"
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "qwen3_moe", "qwen3_next"])
