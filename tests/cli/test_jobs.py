@@ -190,6 +190,8 @@ def test_j12_nohup_stays_in_force_and_a_closed_terminal_ends_no_job(batch: list[
     bar = os.environ | {"MOEDGE_PROGRESS": "bar"}
     with start(batch, env=bar, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as process:
         assert process.stderr is not None
+        # The settings, and the device.
+        process.stderr.readline()
         process.stderr.readline()
         process.stderr.close()
         os.kill(process.pid, signal.SIGHUP)
