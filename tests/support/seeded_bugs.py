@@ -51,7 +51,7 @@ def _bugs(*bugs: Bug) -> Mapping[str, Bug]:
 
 
 BUGS = _bugs(
-    # The one that was in versions up to 0.9: sums were taken of whole parts alone.
+    # The one that was there: sums were taken of whole parts alone.
     Bug(
         "columns of a row's scale",
         "quant/native/tiles.h",
