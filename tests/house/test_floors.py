@@ -24,10 +24,11 @@ RUNTIME = [
     {"model.fused", "weights", "source"},
     {"loading"},
     {"calibration"},
-    {"jobs", "doctor"},
+    {"jobs"},
     {"documents", "cluster"},
     {"api", "reports"},
     {"serve", "evaluation"},
+    {"doctor"},
 ]
 MAX_FILES = 16
 MAX_FILE_LINES = 600
