@@ -90,7 +90,7 @@ class PartErrors:
 
     def _compare_linear(self, layer: int | None, name: str, linear: Any, given: Any, out: Tensor) -> None:
         rows = given[0].reshape(-1, given[0].shape[-1])
-        if self._is_new(layer, name, len(rows)):
+        if len(rows) and self._is_new(layer, name, len(rows)):
             chosen = torch.linspace(0, len(rows) - 1, min(_ROWS, len(rows))).long()
             wanted = _product(rows, chosen, linear.packed, linear.bias, linear.compute)
             self.add(layer, name, out.reshape(len(rows), -1)[chosen], wanted)

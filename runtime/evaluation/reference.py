@@ -104,8 +104,8 @@ def _by_transformers(
     source: ModelSource,
     token_ids: Tensor,
     rows: Tensor,
-    local: Callable[[], LocalErrors] | None,
-    formats: FormatWeights | None,
+    local: Callable[[], LocalErrors] | None = None,
+    formats: FormatWeights | None = None,
 ) -> Passed:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging

@@ -68,7 +68,7 @@ class KernelNeeds(NamedTuple):
         heads = [
             (each.group.kv_heads, each.queries, each.group.head_dim, each.group.window)
             for each in heads_of(shape, dtype, BLOCK_TOKENS)
-            if not each.group.is_latent and each.group.head_dim <= LARGEST_HEAD
+            if not each.group.is_latent
         ]
         experts = [(each.experts.up.cols, each.experts.down.cols) for each in shape.layers if each.experts]
         return cls(dtype, tuple(dict.fromkeys(heads)), tuple(dict.fromkeys(experts)))
@@ -106,6 +106,7 @@ def family_tests(torch_device: torch.device, gpu: Gpu, needs: KernelNeeds) -> di
     heads = [
         Heads(KVGroup((0,), kv_heads, dim, window), kv, queries)
         for kv_heads, queries, dim, window in needs.heads
+        if dim <= LARGEST_HEAD
         for kv in (needs.dtype, *_QUANTIZED)
     ]
 
@@ -123,7 +124,7 @@ def family_tests(torch_device: torch.device, gpu: Gpu, needs: KernelNeeds) -> di
         return _first(wrong_store(each, dtype, store_by_kernel, torch_device) for each in heads)
 
     def experts() -> str:
-        from ...quant.kernels.selftest import wrong_grouped
+        from ...quant.matmul.grouped_selftest import wrong_grouped
 
         return wrong_grouped(torch_device, dtype, needs.experts)
 

@@ -16,9 +16,9 @@ import pytest
 
 from moedge.moe.expected_rows import wanted_by
 from moedge.offload.machine.hardware import Hardware
-from moedge.quant.kernels import selftest as products
 from moedge.quant.kernels.gpu import Gpu, Lacks
 from moedge.quant.kernels.launch import Launch
+from moedge.quant.matmul import grouped_selftest as products
 from moedge.runtime.doctor import kernels as doctor
 from moedge.runtime.doctor.kernels import check_kernels
 from moedge.runtime.jobs import lifecycle
@@ -176,11 +176,11 @@ def test_a_broken_family_falls_back_alone_and_the_job_ends(
 def test_kernels_that_are_asked_for_and_broken_are_refused_with_the_reason(
     batch: Batch, fakes: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with fakes.FakeDevice(capability=AMPERE) as fake, broken({"merge_splits"}, "is wrong"):
+    with fakes.FakeDevice(capability=AMPERE) as fake, broken({"attend_pages"}, "is wrong"):
         monkeypatch.setenv("MOEDGE_ATTENTION", "triton")
         assert batch(fake)[0] == 4
         told = " ".join(capsys.readouterr().err.split())
-        assert "wrong numbers here: attention (split) of" in told
+        assert "wrong numbers here: attention (decode) of" in told
         monkeypatch.setenv("MOEDGE_ATTENTION", "torch")
         code, _, summary = batch(fake)
     assert (code, summary["plan"]["lacks"], summary["plan"]["stores_by_kernel"]) == (0, {}, False)

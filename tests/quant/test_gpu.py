@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from moedge.quant.kernels import gpu, selftest
+from moedge.quant.kernels import gpu
 from moedge.quant.kernels.gpu import Gpu, Lacks, interpreted, lack_of, triton_lack
 from moedge.quant.kernels.operands import Gate
-from moedge.quant.kernels.selftest import ProductCase
 from moedge.quant.kernels.tuning import FORMATS
+from moedge.quant.matmul import grouped_selftest as selftest
+from moedge.quant.matmul.grouped_selftest import ProductCase
 
 HOST = torch.device("cpu")
 

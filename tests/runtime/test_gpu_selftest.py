@@ -109,4 +109,4 @@ def test_on_a_gpu_without_tensor_cores_products_of_experts_are_not_tried(monkeyp
     monkeypatch.setattr(Launch, "run", lambda self: launched.append(self.kernel.fn.__name__))
     lacks = usable_kernels(device((7, 5)), needs("fp16", 64)).lacks
     assert "from compute capability 8.0 on, this GPU has 7.5" in lacks.experts
-    assert set(launched) == {"attend_pages", "store_tokens"}
+    assert set(launched) == {"attend_pages", "merge_splits", "store_tokens"}

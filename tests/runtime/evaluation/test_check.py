@@ -141,7 +141,7 @@ JOBS = [
 
 @needs_library
 @pytest.mark.sample("int8-float-int8", "int4-int8-int4")
-@pytest.mark.parametrize(("quant", "compute", "kv"), JOBS, ids="-".join)
+@pytest.mark.parametrize(("quant", "compute", "kv"), JOBS)
 def test_every_format_is_within_its_own_bounds(
     quant: str, compute: str, kv: str, checkpoint: Callable[..., Path]
 ) -> None:

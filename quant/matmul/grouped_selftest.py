@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ..formats.format import FormatError, get_format
-from ..matmul.selftest import BOUNDS, GATE, banded, definition, errors, random_matrix, trimmed
+from ..kernels.operands import ACTIVATIONS, Gate
+from ..kernels.product import GroupedProduct
+from ..kernels.tuning import FORMATS
 from ..tensor import PackedTensor, dtype_name
-from .operands import ACTIVATIONS, Gate
-from .product import GroupedProduct
-from .tuning import FORMATS
+from .selftest import BOUNDS, GATE, banded, definition, errors, random_matrix, trimmed
 
 # Of a row's units of roundoff: two products and the gate between them are rounded.
 _ROUNDINGS = 3
