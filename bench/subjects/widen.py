@@ -2,8 +2,8 @@
 
     python -m bench.micro widen [--threads 2] [--repeats 3] [--rows 1024 --columns 4096] [--quant int8] [--only Q6_K]
 
-A GGUF file with one matrix of each type is written, read back and packed as loading does it. Rates are packed bytes, medians
-over rounds in which every type takes its turn; `of bf16` is the share of bfloat16's rate in the same run.
+A GGUF file with one matrix of each type is written, read back and packed as loading does it. Rates are packed bytes,
+medians over rounds in which every type takes its turn; `of bf16` is the share of bfloat16's rate in the same run.
 """
 
 import argparse

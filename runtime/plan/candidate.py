@@ -100,8 +100,8 @@ class CacheSize:
         return min(whole, num_sequences * spec.least_blocks(self.longest) + passing)
 
 
-# The matrix of a layer that its own inputs go through, and the copies of them, in the dtype and in float32, that live at
-# once where those of all layers are made before the first.
+# The matrix of a layer that its own inputs go through, and the copies of them, in the dtype and in float32, that live
+# at once where those of all layers are made before the first.
 _LAYER_INPUT = "per_layer_input_gate"
 _INPUT_COPIES, _FP32_INPUT_COPIES = 4, 2
 # Copies of [T, D] that live at once in a decoder layer: residual, normed (also in fp32), attention in and out.
