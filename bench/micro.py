@@ -14,6 +14,7 @@ SUBJECTS = {
     "pack": "packing of matrices against bitsandbytes, and the error of each format",
     "reads": "the stream's reader threads against the disk",
     "step": "what a pass costs outside the model",
+    "widen": "widening and packing of quantized checkpoints' weights, by type",
 }
 
 

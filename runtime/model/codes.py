@@ -36,20 +36,33 @@ class Codes:
         """Rows of the matrix in float32."""
         codes = self.rows(begin, end)
         values = codes.float() if self.levels is None else self.levels[codes.int()]
+        groups = self._groups(values)
         if isinstance(self.zero, Tensor):
-            values -= self._spread(self.zero, begin, end)
+            groups -= self._spread(self.zero, begin, end)
         elif self.zero:
-            values -= self.zero
-        return values.mul_(self._spread(self.scale, begin, end))
+            groups -= self.zero
+        groups.mul_(self._spread(self.scale, begin, end))
+        return values
+
+    def _groups(self, values: Tensor) -> Tensor:
+        """Values [n, K] as [n, groups, columns of a group], where all rows consist of whole runs of columns."""
+        return values.view(len(values), -1, self.group[1]) if self._runs else values
+
+    @property
+    def _runs(self) -> bool:
+        columns = self.group[1]
+        return self.scale.dim() > 1 and self.columns is None and columns > 1 and self.shape[1] % columns == 0
 
     def _spread(self, grid: Tensor, begin: int, end: int) -> Tensor:
-        """The number of each weight's group, [n, K] or of a shape that broadcasts to it."""
+        """The number of each weight's group, of a shape that broadcasts to that of `_groups`."""
         num_columns, (rows, columns) = self.shape[1], self.group
         if grid.dim() == 1:
             index = torch.arange(begin * num_columns, end * num_columns) // columns
             return grid[index].view(-1, num_columns)
         if rows != WHOLE:
             grid = grid[begin:end] if rows == 1 else grid[torch.arange(begin, end) // rows]
+        if self._runs:
+            return grid[:, :, None]
         if self.columns is not None:
             return grid[:, self.columns]
         return grid if columns in (WHOLE, 1) else grid.repeat_interleave(columns, 1)[:, :num_columns]

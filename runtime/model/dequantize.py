@@ -15,6 +15,7 @@ from torch import Tensor
 from ...offload.checkpoint.checkpoint import Checkpoint
 from ...offload.checkpoint.json_object import described
 from ...offload.errors import BadCheckpoint
+from ...quant.matmul.thread_pool import torch_threads
 from ...quant.tensor import SAFETENSORS_DTYPES
 from ..shape.gguf_tensors import GgufWeight
 from ..shape.quantization import WHOLE
@@ -55,8 +56,10 @@ def dequantize(
 def _fill(codes: Codes, out: Tensor) -> Tensor:
     # Words of AWQ hold eight rows.
     step = max(8, _CHUNK // codes.shape[1] // 8 * 8)
-    for begin in range(0, codes.shape[0], step):
-        out[begin : begin + step] = codes.widen(begin, min(begin + step, codes.shape[0]))
+    # Chunks are too small to share: with other work on the machine every operation would wait for the slower thread.
+    with torch_threads(1):
+        for begin in range(0, codes.shape[0], step):
+            out[begin : begin + step] = codes.widen(begin, min(begin + step, codes.shape[0]))
     return out
 
 

@@ -100,6 +100,10 @@ class CacheSize:
         return min(whole, num_sequences * spec.least_blocks(self.longest) + passing)
 
 
+# The matrix of a layer that its own inputs go through, and the copies of them, in the dtype and in float32, that live
+# at once where those of all layers are made before the first.
+_LAYER_INPUT = "per_layer_input_gate"
+_INPUT_COPIES, _FP32_INPUT_COPIES = 4, 2
 # Copies of [T, D] that live at once in a decoder layer: residual, normed (also in fp32), attention in and out.
 _HIDDEN_COPIES = 6
 _FP32_COPIES = 2
@@ -115,7 +119,8 @@ class Widest:
 
     `sums` is the width of attention's sums over the cache, of all heads; `expanded` that of one head's key and value
     together where they are expanded from latents, else 0. `index` are the elements of an indexer's key, of which each
-    token attends to `chosen` tokens; 0 without one.
+    token attends to `chosen` tokens; 0 without one. `inputs` are the numbers of a token that layers get as inputs of
+    their own, all layers together (Gemma 4).
     """
 
     hidden: int
@@ -129,6 +134,7 @@ class Widest:
     expanded: int
     index: int = 0
     chosen: int = 0
+    inputs: int = 0
 
     @classmethod
     def of(cls, shape: ModelShape) -> Widest:
@@ -147,6 +153,7 @@ class Widest:
             max((_head_width(shape) + (group.rope_dim or 0) for group in latent), default=0),
             max((group.head_dim for group in shape.kv_groups if group.is_index), default=0),
             max((group.chosen or 0 for group in shape.kv_groups), default=0),
+            sum(each.rows for layer in shape.layers for each in layer.dense if each.name == _LAYER_INPUT),
         )
 
 
@@ -171,6 +178,8 @@ def pass_nbytes(widest: Widest, dtype: str, num_tokens: int, num_sampled: int, l
         + rows * widest.hidden * item
         + 3 * num_tokens * widest.inner * item
     )
+    inputs = num_tokens * widest.inputs
+    layer = max(layer + inputs * item, inputs * (_INPUT_COPIES * item + 4 * _FP32_INPUT_COPIES))
     # Twice, since some families cap them (final_logit_softcapping).
     logits = 2 * num_sampled * widest.vocab * item + SAMPLER_NBYTES
     gathered = 2 * longest * widest.kv * item

@@ -1,5 +1,7 @@
 """The rehearsed pass is the worst one: its tokens reach the experts, and numbers that overflow end it."""
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from importlib.resources import files
@@ -23,7 +25,7 @@ from moedge.runtime.settings.settings import Settings
 from moedge.runtime.source.headers import read_headers
 from moedge.runtime.source.model_source import open_source
 from moedge.runtime.weights.key_offsets import fixed_token_ids
-from support.tiny_families import build_model, build_tokenizer
+from support.tiny_families import SETTINGS, build_model, build_tokenizer, save_tiny
 
 AMPLE = 1 << 36
 
@@ -124,3 +126,43 @@ def test_numbers_that_overflow_in_fp16_end_the_rehearsal_and_say_what_to_do(
     # Negative controls: the same model where there is room for its numbers, and another one in fp16.
     rehearsed(folder, dtype="bf16")
     rehearsed(checkpoint("llama"), dtype="fp16")
+
+
+# In a process of its own, whose peak is that of the pass.
+MEASURE = """
+import sys
+from pathlib import Path
+from moedge.runtime.loading.engine_loader import load_engine
+from moedge.runtime.loading.rehearsal import prompt_tokens, rehearse
+from moedge.runtime.plan.placement import Workload
+from moedge.runtime.plan.planner import make_plan
+from moedge.runtime.settings.budgets import MemoryBudget
+from moedge.runtime.settings.settings import Settings
+from moedge.runtime.source.model_source import open_source
+
+def status(name):
+    return next(1024 * int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
+
+job = Workload(8, 132)
+settings = Settings(dtype="fp32", quant="none", kv="fp32", tokens_per_pass=1024, max_sequences=8)
+with open_source(sys.argv[1]) as source:
+    plan = make_plan(source.shape, settings, MemoryBudget(1 << 36), job)
+    loaded = load_engine(source, plan)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    rehearse(loaded, plan, job, prompt_tokens([5], source.shape.vocab))
+    print(status("VmHWM") - before, plan.scratch_nbytes)
+"""
+
+
+def test_a_plan_counts_the_inputs_that_layers_have_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of Gemma 4, all layers together, are wider than anything else of a pass: here 28 times 1,024 numbers."""
+    sizes = {**SETTINGS["gemma4_text"], "hidden_size_per_layer_input": 1024, "num_hidden_layers": 28}
+    monkeypatch.setitem(SETTINGS, "gemma4_text", sizes)
+    save_tiny("gemma4_text", tmp_path)
+    ran = subprocess.run([sys.executable, "-c", MEASURE, tmp_path], capture_output=True, text=True, check=True)
+    took, planned = map(int, ran.stdout.split())
+    assert took > 28 * 1024 * 1024 * 4
+    assert took <= planned
