@@ -1,4 +1,4 @@
-"""The smallest budget gives the answers of an ample one. Of this dense model it makes passes smaller: only experts stream."""
+"""The smallest budget gives the answers of an ample one. This model is dense: its passes get smaller, nothing streams."""
 
 from __future__ import annotations
 
