@@ -1,4 +1,4 @@
-"""The smallest budget gives the answers of an ample one. This model is dense: its passes get smaller, nothing streams."""
+"""The smallest budget gives the answers of an ample one. This dense model streams nothing: its passes get smaller."""
 
 from __future__ import annotations
 
