@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
 
-from bench.real_model import smollm2
 from matrix.state import Part
 from support.real import cases
 from support.real.definition import Stock
 from support.real.measure import Found, measure
+from support.real.smollm2 import smollm2
 
 WINDOWS = 1
 
