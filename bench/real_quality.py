@@ -22,16 +22,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench import real_model, rotate
-from support.real import cases, records
+from support.real import cases, records, rotation, smollm2
 from support.real.cases import Case
 from support.real.definition import Stock
 from support.real.measure import Found, measure, perplexity
 from support.real.text import FRANCE, QUESTIONS, WINDOW, WINDOWS, prose, same_answers
 
 MODELS: Mapping[str, tuple[str, Callable[[], Path]]] = {
-    "original": (real_model.TITLE, real_model.smollm2),
-    "rotated": (rotate.TITLE, rotate.rotated),
+    "original": (smollm2.TITLE, smollm2.smollm2),
+    "rotated": (rotation.TITLE, rotation.rotated),
 }
 # What llama-quantize makes. Rows of 576 have no whole blocks of 256, where it takes Q5_0 and Q8_0 for K-quants.
 KINDS = ("Q8_0", "Q4_K_M", "Q4_0")
@@ -119,13 +118,13 @@ def print_json(model: Path, options: argparse.Namespace) -> None:
 def print_llama(model: Path, options: argparse.Namespace) -> None:
     """Of each window the second half is scored, as llama-perplexity does, by llama.cpp and by moedge."""
     head("engine", "weights", "perplexity of second halves", "against its own bf16")
-    with tempfile.TemporaryDirectory(dir=real_model.cache()) as folder:
+    with tempfile.TemporaryDirectory(dir=smollm2.cache()) as folder:
         text = Path(folder, "prose.txt")
         text.write_text(prose())
         if model.is_file():
             exact = quantized(model, "BF16", Path(folder), options)
         else:
-            exact = rotate.write_gguf(model, Path(folder, "exact.gguf"))
+            exact = rotation.write_gguf(model, Path(folder, "exact.gguf"))
         program = options.llama_bin / "llama-perplexity"
         settings = ["-c", WINDOW, "-b", WINDOW, "--chunks", options.windows, "-t", 2]
         wanted = 0.0

@@ -32,6 +32,7 @@ RUNS = {
     "ray": "jobs on a Ray cluster whose workers are killed end with the same bytes",
     "documents": "jobs over folders of documents that are killed end with the same bytes",
     "formats": "every layout of quantized checkpoints, in every group of families",
+    "real": "a published model in every combination of formats, arithmetics, caches, attention and instruction sets",
     "large_layers": "layers of 4 GB of every format within 2 GiB of RAM, and gpt-oss-20b's layers token by token",
     "families": "every family whole, with the oldest and the newest transformers",
 }

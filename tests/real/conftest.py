@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.real_model import smollm2
-from bench.rotate import rotated
 from support.real.cases import Case
 from support.real.definition import Stock
 from support.real.measure import Found, measure
+from support.real.rotation import rotated
+from support.real.smollm2 import smollm2
 from support.real.text import QUESTIONS
 
 # 766 predicted tokens: enough for one part in a hundred of the same tokens, and two seconds a case.

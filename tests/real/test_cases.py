@@ -12,11 +12,8 @@ from support.real.measure import Found
 from support.real.text import FRANCE, same_answers
 
 pytestmark = pytest.mark.real
-# By how much perplexity may differ from that of transformers in float32 with the weights that the format means: the
-# rounding of bf16 and of activations, and what the cache's format loses (docs/quality.md).
-MOST = {"native": 0.01, "int8": 0.01, "int8/int4": 0.04, "int4": 0.06}
 # How many of 40 answers may begin otherwise than the definition's, beside those that bf16 itself changes.
-SPARE = {"native": 2, "int8": 3, "int8/int4": 12, "int4": 14}
+SPARE = {"native": 2, "int8": 6, "int8/int4": 14, "int4": 20}
 
 # Every format in bf16, and two in float32.
 QUICK = [*cases.weights_and_compute(), *(case for case in cases.exact() if case.quant in ("none", "int4"))]
@@ -45,7 +42,7 @@ def test_prose_is_as_likely_as_the_definition_has_it(
 ) -> None:
     ours = result(found, case)
     wanted = defined(case.quant, case.compute, case.dtype, "fp32").part(ours)
-    assert ours.perplexity == pytest.approx(wanted.perplexity, rel=MOST[case.kv])
+    assert ours.perplexity == pytest.approx(wanted.perplexity, rel=cases.MOST[case.kv])
 
 
 @pytest.mark.parametrize("case", EVERY)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bench.rotate import load, orthogonal, rotate
 from support.real.cases import weights_and_compute
 from support.real.measure import Found, measure
+from support.real.rotation import load, orthogonal, rotate
 
 pytestmark = pytest.mark.real
 

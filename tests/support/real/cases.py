@@ -22,6 +22,10 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "dtype": ("bf16", "fp32"),
 }  # fmt: skip
 
+# By how much perplexity may differ from that of transformers in float32 with the weights that the format means: the
+# rounding of bf16 and of activations, and what the cache's format loses (docs/quality.md).
+MOST = {"native": 0.01, "int8": 0.01, "int8/int4": 0.04, "int4": 0.06}
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
