@@ -35,7 +35,7 @@ PER_TOKEN = 16
 WINDOW = 512
 CALIBRATION, HELD_OUT = 20 * WINDOW, 8 * WINDOW
 # Router scores are at most this, so that a softmax over the chosen ones is even: their order is what remains of them.
-LARGEST_SCORE = 5e-4
+LARGEST_SCORE = 2e-4
 _SWEEPS = 8
 _RIDGE = 1e-3
 

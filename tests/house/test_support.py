@@ -27,7 +27,10 @@ def test_nobody_else_changes_the_path() -> None:
 
 
 def test_tests_import_nothing_from_bench() -> None:
+    """Those of real weights do: bench fetches and makes the models that they are about."""
     for name, text in sources("tests"):
+        if name.startswith("tests/real/"):
+            continue
         for node in ast.walk(ast.parse(text)):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
