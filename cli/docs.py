@@ -185,8 +185,11 @@ def _answer(model: str, folder: Path, output: Path, given: Mapping[str, Any]) ->
     shown = output_format is options.Format.HUMAN and not quiet and not given["print_prompt"]
     options.say_device(given["gpu_mem"], shown)
     from ..runtime.api.documents import documents_request
+    from ..runtime.text.confinement import lacking
     from .views.documents_view import DocumentsView
 
+    if shown and (missing := lacking()):
+        options.say(f"this kernel has no {missing}: readers of documents are bound by limits alone (moedge doctor)")
     request = documents_request(model, folder, output, given)
     if given["print_prompt"]:
         _print(request.question)
