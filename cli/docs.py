@@ -57,8 +57,11 @@ def _answer(model: str, folder: Path, given: DocsCommand) -> ExitCode:
     shown = given["output_format"] == "human" and not given["quiet"] and not given["print_prompt"]
     options.say_device(given["gpu_mem"], shown)
     from ..runtime.api.documents import documents_request
+    from ..runtime.text.confinement import lacking
     from .views.documents_view import DocumentsView
 
+    if shown and (missing := lacking()):
+        options.say(f"this kernel has no {missing}: readers of documents are bound by limits alone (moedge doctor)")
     request = documents_request(model, folder, given["output"], given)
     if given["print_prompt"]:
         _print(request.question)

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from ..errors import BadCheckpoint
+from ..errors import BadCheckpoint, is_exhausted
 from .header import MAX_TENSORS, TensorEntry, header_nbytes, parse_header
 from .json_object import described, load_object
 
@@ -31,6 +31,8 @@ def open_inside(folder: Path, name: str) -> int:
     except FileNotFoundError:
         raise BadCheckpoint(f"{path} is missing; download the checkpoint again") from None
     except (OSError, RuntimeError) as error:
+        if is_exhausted(error):
+            raise
         raise BadCheckpoint(f"{path} cannot be opened: {getattr(error, 'strerror', None) or error}") from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

@@ -7,7 +7,7 @@ import os
 import stat
 from pathlib import Path
 
-from ..errors import BadStore, StoreInUse
+from ..errors import BadStore, StoreInUse, is_exhausted
 
 LOCK = "lock"
 
@@ -67,6 +67,8 @@ def open_trusted(path: Path) -> int:
     except FileNotFoundError:
         raise
     except OSError as error:
+        if is_exhausted(error):
+            raise
         raise BadStore(f"{path} cannot be opened ({error.strerror}), wanted a regular file") from None
     try:
         info = os.fstat(descriptor)

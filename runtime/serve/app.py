@@ -80,7 +80,7 @@ async def _gone(request: Request, error: Exception) -> Response:
 async def _exhausted(request: Request, error: Exception) -> Response:
     if not is_exhausted(error):
         raise error
-    message = f"the server's disk or memory gives out ({error}); try again when there is room"
+    message = f"the server's disk or memory gives out ({error}); try again later"
     return await _refuse(request, ApiError(507, message, code="insufficient_storage"))
 
 

@@ -62,10 +62,10 @@ class StoredFile:
 class Upload:
     """A file that is being written; it exists for others when it is kept."""
 
-    def __init__(self, path: Path, most_nbytes: int, check_room: Callable[[], None]) -> None:
-        """`check_room` raises ApiError where all files together have become too large."""
+    def __init__(self, path: Path, most_nbytes: int, check_total: Callable[[], None]) -> None:
+        """`check_total` raises ApiError where all files together have become too large."""
         self.nbytes = 0
-        self._check_room = check_room
+        self._check_total = check_total
         self._path = path
         self._most_nbytes = most_nbytes
         self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
@@ -76,7 +76,7 @@ class Upload:
         if self.nbytes > self._most_nbytes:
             limit = f"{self._most_nbytes:,} bytes"
             raise ApiError(413, f"the file is larger than {limit}; split it", param="file", code="file_too_large")
-        self._check_room()
+        self._check_total()
         self._file.write(data)
 
     def sync(self) -> None:
@@ -138,7 +138,7 @@ class FileStore:
                 message = f"{len(self._files):,} files are kept, and no more are allowed; delete some"
                 raise ApiError(429, message, code="too_many_files")
             file_id = new_id("file-")
-            upload = Upload(self._folder / f"{file_id}.jsonl", self._limits.upload_nbytes, self._check_room)
+            upload = Upload(self._folder / f"{file_id}.jsonl", self._limits.upload_nbytes, self._check_total)
             self._uploads.append(upload)
             return file_id, upload
 
@@ -147,7 +147,7 @@ class FileStore:
         with self._lock:
             self._uploads.remove(upload)
 
-    def _check_room(self) -> None:
+    def _check_total(self) -> None:
         with self._lock:
             kept = sum(file.bytes for file in self._files.values() if file.purpose == BATCH)
             nbytes = kept + sum(upload.nbytes for upload in self._uploads)

@@ -131,7 +131,7 @@ class _Bodies:
         self._nbytes = 0
 
     def take(self, nbytes: int) -> None:
-        """Raises ApiError where there is no room for so many."""
+        """Raises ApiError where bodies would have more than they may."""
         if self._nbytes + nbytes > self._most:
             message = f"open requests have up to {self._most:,} bytes; try again later"
             raise ApiError(429, message, code="rate_limit_exceeded", retry_after=1)
@@ -168,7 +168,7 @@ class _Guarded:
                 self._hold(int(value))
 
     def _hold(self, nbytes: int) -> None:
-        """Takes room for a body of so many bytes, unless it is small or has it."""
+        """Counts a body of `nbytes`, unless it is small or counted already."""
         if self._bodies is not None and nbytes > max(self._held, _SMALL_NBYTES):
             self._bodies.take(nbytes - self._held)
             self._held = nbytes

@@ -28,6 +28,7 @@ RUNS = {
     "hostile": "spoiled checkpoints, fuzzed headers, files at the limits",
     "exact": "random trials of --deterministic give the same bits, in 39 families",
     "expert_modes": "every way to stream and hold experts gives the same tokens",
+    "failing_calls": "jobs, documents and preparations whose k-th call fails, for every k, lose nothing",
     "kills": "preparations and jobs that are killed end with the same bytes",
     "ray": "jobs on a Ray cluster whose workers are killed end with the same bytes",
     "documents": "jobs over folders of documents that are killed end with the same bytes",

@@ -21,7 +21,7 @@ _BINARY = (
     (b"SQLite format 3", "a database"), (b"PAR1", "a Parquet file"), (b"ID3", "audio"), (b"OggS", "audio"),
 )  # fmt: skip
 _HTML = re.compile(rb"<!doctype\s+html|<html|<head|<body", re.IGNORECASE)
-# Each is matched at one place at a time: a pattern for any number of them would try every way to divide them.
+# Matched one after the other: a pattern for any number of them would try every way to divide them.
 _BEFORE_HTML = re.compile(rb"\s+|<!--.*?-->|<\?xml[^>]*>", re.DOTALL)
 _HEADER = re.compile(rb"([A-Za-z][A-Za-z0-9-]*):[ \t].*\n")
 _CONTINUED = re.compile(rb"[ \t].*\n")
