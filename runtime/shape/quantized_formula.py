@@ -42,7 +42,8 @@ def quantized_entries(
         if not _is_quantized(name, entry, quantization.unquantized):
             found[name] = entry
             continue
-        for suffix, (dtype, shape) in parts(*entry.shape, scheme).items():
+        rows, columns = entry.shape
+        for suffix, (dtype, shape) in parts(rows, columns, scheme).items():
             found[f"{module}.{suffix}"] = _entry(f"{module}.{suffix}", dtype or entry.dtype, shape)
     return found
 
