@@ -28,10 +28,11 @@ class Stock:
         folder = model.parent if model.is_file() else model
         self.tokenizer = AutoTokenizer.from_pretrained(folder, **where)
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **where).eval()
+        # A head that is the embedding, too, stays a float matrix.
         self._linears = [
             (name, module)
             for name, module in self.model.named_modules()
-            if isinstance(module, nn.Linear) and name != "lm_head"
+            if isinstance(module, nn.Linear) and not (name == "lm_head" and self.model.config.tie_word_embeddings)
         ]
         self._weights = {name: module.weight.detach().clone() for name, module in self._linears}
 
@@ -71,6 +72,8 @@ class Definition:
 
     @torch.inference_mode()
     def _answers(self, count: int) -> tuple[list[list[int]], list[str]]:
+        if not count:
+            return [], []
         chats = [[{"role": "user", "content": question}] for question in QUESTIONS[:count]]
         rendered = [self._tokenizer.apply_chat_template(c, add_generation_prompt=True, tokenize=False) for c in chats]
         ids = [self._tokenizer.encode(text, add_special_tokens=False) for text in rendered]
