@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 import typer
 
@@ -74,6 +75,7 @@ def _check(model: str, given: CheckCommand) -> CheckReport:
                     pass
         with stage("importing torch"):
             from ..runtime.evaluation.check import check as compare
-        precision = {name: given[name] for name in options_of(PrecisionOptions)}
+        asked: Mapping[str, Any] = given
+        precision = {name: asked[name] for name in options_of(PrecisionOptions)}
         budgets = budgets_of({**given, "gpu_mem": "0"})
         return compare(model, given["prompt"] or [], against=given["against"], **precision, budgets=budgets)

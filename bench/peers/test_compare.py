@@ -90,9 +90,8 @@ def test_what_llama_cpp_measured_before_it_failed_counts(tmp_path: Path) -> None
 def test_steps_are_timed_from_the_token_that_ends_the_last_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     # A step a second. The second prompt ends with the third step, when the first sequence has two tokens of four.
     states = iter([{0: 1}, {}, {0: 2, 1: 1}, {0: 3, 1: 2}, {0: 4, 1: 3}, {1: 4}])
-    clock = itertools.count(1)
+    clock, now = itertools.count(1), [0]
     monkeypatch.setattr(step_engines.time, "perf_counter", lambda: now[0])
-    now = [0]
 
     def step() -> dict[int, int]:
         now[0] = next(clock)

@@ -90,7 +90,8 @@ def rounded(x: Tensor, columns: int) -> Tensor:
         return x.float()
     chunks = x.float().reshape(len(x), -1, columns)
     steps = chunks.abs().amax(2, keepdim=True).clamp(min=1e-30) / 127
-    return ((chunks / steps).round() * steps).view(x.shape)
+    found: Tensor = ((chunks / steps).round() * steps).view(x.shape)
+    return found
 
 
 def errors(found: Tensor, wanted: Tensor) -> Tensor:

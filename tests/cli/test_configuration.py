@@ -103,7 +103,6 @@ ARRIVES: dict[str, tuple[str, Callable[[BatchRequest], object], object]] = {
     "lenient": ("true", lambda r: r.lenient, True),
     "progress": ('"none"', lambda r: request_view["style"], "none"),
     "stream": ('"wanted"', lambda r: r.experts.stream, "wanted"),
-    "hold": ('"lru"', lambda r: r.experts.hold, "lru"),
     "ray-workers": ("3", lambda r: r.cluster and r.cluster.workers, 3),
     "job-dir": ('"kept"', lambda r: r.output.parent.name, "kept"),
 }
