@@ -170,8 +170,9 @@ class SearchSpace:
         """Sequences at their longest whose blocks let all live ones of a candidate run together, as they use them."""
         live, longest = candidate.live, candidate.cache.longest
         used = min(longest, round(used_tokens(self.request.workload, live, candidate.tokens_per_pass)))
-        # Windows are full long before a sequence ends: models that have them get blocks for all at their longest.
-        share = max(spec.least_blocks(max(1, used)) / spec.least_blocks(longest) for spec in candidate.cache.specs)
+        # Windows are full long before a sequence ends, and would ask for all blocks of the other layers, too.
+        specs = [spec for spec in candidate.cache.specs if spec.group.window is None] or candidate.cache.specs
+        share = max(spec.least_blocks(max(1, used)) / spec.least_blocks(longest) for spec in specs)
         return max(1, min(live, math.ceil(SPARE_BLOCKS * live * share)))
 
     def longest(self) -> int:
