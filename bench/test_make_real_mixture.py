@@ -81,8 +81,8 @@ def test_the_table_judges_what_is_written(
     def agreeing(logits: torch.Tensor) -> float:
         return float(((logits - routed).abs().amax(-1) < 5e-3 * whole.std()).float().mean())
 
-    # A softmax of nearly equal scores rounds some that differ to the same number.
-    assert agreeing(found) > 0.9
+    # A softmax of nearly equal scores rounds some that differ to the same number, and another of two experts is chosen.
+    assert agreeing(found) > 0.8
     assert agreeing(whole) < 0.1
     assert torch.equal(model(ids).logits, whole)
 

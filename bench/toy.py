@@ -50,6 +50,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "pack --repeats 1 --size 256",
         "reads --folder {out} --gib 0.03125 --shard-mib 2 --rounds 1",
         "step --sequences 8 --vocab 4000 --passes 2",
+        "widen --rows 64 --columns 512 --repeats 1 --only Q4_K",
     ),
     "own_files": ("--model {model} --stores {out} --ram {ram} --sequences 2 --passes 1 --rounds 1",),
     "picture": ("docs/measurements/in-memory.json --out {out}/picture.svg",),

@@ -293,7 +293,7 @@ def _busy(predicted: Mapping[str, Any]) -> str:
 def _curves(found: Mapping[str, Any], width: int) -> Iterator[str]:
     """Rates of each variation's own plan; the weight format is said where it is another than the plan's."""
     points, quant = found["points"], found["plan"]["quant"]
-    longest = min(WIDTH, width - _BEFORE_BAR - max(len(point["quant"] or "") for point in points) - 2)
+    longest = min(WIDTH, width - _BEFORE_BAR - max((len(point["quant"] or "") for point in points), default=0) - 2)
     best = max((point["generated_tok_s"] or 0 for point in points), default=0) or 1
     for varied, curve in groupby(points, key=lambda point: point["varied"]):
         yield ""

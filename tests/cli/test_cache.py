@@ -66,7 +66,9 @@ def test_a_row_that_alone_exceeds_the_cache_fails_and_is_counted_before_the_run(
     rows = [{"id": f"{n}", "prompt": "x" * n, "max_tokens": 2} for n in (10, 20, 400, 60, 300)]
     plan_job = lifecycle.plan_job
 
-    def tight(source: Any, settings: Any, budgets: Any, budget: MemoryBudget, job: Workload, *rest: Any) -> Any:
+    def tight(
+        source: Any, settings: Any, budgets: Any, budget: MemoryBudget, job: Workload, *rest: Any, **others: Any
+    ) -> Any:
         short = Workload(job.sequences, 70, job.shortest, job.prompt_tokens, job.generated_tokens)
         smallest = budget_range(source.shape, settings, short)[0]
         return plan_job(source, settings, budgets, replace(budget, host_nbytes=smallest), job)

@@ -133,7 +133,7 @@ def passes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hook:
     documents_oracle.install(monkeypatch.setattr)
     monkeypatch.setattr(encode, "Grammars", lambda tokenizer, vocab: SimpleNamespace(start=lambda schema: None))
     monkeypatch.setattr(fake_engine, "next_token", invoice)
-    monkeypatch.setattr(lifecycle, "plan_job", lambda *_: result)
+    monkeypatch.setattr(lifecycle, "plan_job", lambda *_, **__: result)
     monkeypatch.setattr(job_plan, "with_workload", lambda chosen, plan, workload: replace(chosen, plan=plan))
     monkeypatch.setattr(states, "summarise", lambda source, chosen, loaded, counts, *_: measured(counts))
     monkeypatch.setattr(states.Running, "expert_hit_rate", 0.34)

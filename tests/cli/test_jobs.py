@@ -228,8 +228,8 @@ def three_passes_and_more(run):
             dying.append(True)
         yield
 
-def streaming(source, *arguments, plan_job=lifecycle.plan_job):
-    planned = plan_job(source, *arguments)
+def streaming(source, *arguments, plan_job=lifecycle.plan_job, **others):
+    planned = plan_job(source, *arguments, **others)
     shards = model_shards(source.shape, planned.plan.quant, planned.plan.dtype)
     plan = replace(planned.plan, placement=minimum(shards))
     return replace(planned, plan=plan)
@@ -368,5 +368,5 @@ def test_a_job_that_goes_away_while_jobs_are_listed_is_left_out(
     from moedge.runtime.jobs import status
 
     monkeypatch.setattr(status, "jobs", lambda: [JobFolder(tmp_path / "gone.job")])
-    monkeypatch.setattr("moedge.runtime.reports.documents_job.listed", lambda found: found)
+    monkeypatch.setattr("moedge.runtime.documents.status.listed", lambda found: found)
     assert cli("jobs", "ls") == 0

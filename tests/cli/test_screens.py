@@ -218,7 +218,7 @@ def job(shown: Shown, ctrl_c: CtrlC, monkeypatch: pytest.MonkeyPatch, tmp_path: 
         return engine
 
     monkeypatch.setattr(lifecycle, "load_engine", load_engine)
-    monkeypatch.setattr(lifecycle, "plan_job", lambda *_: result)
+    monkeypatch.setattr(lifecycle, "plan_job", lambda *_, **__: result)
     monkeypatch.setattr(states, "summarise", lambda source, chosen, loaded, counts, *_: measured(counts))
     monkeypatch.setattr(lifecycle, "open_memory", lambda *_: memory)
     monkeypatch.setattr(states, "time", SimpleNamespace(perf_counter=lambda: 0.0))

@@ -14,7 +14,6 @@ from moedge.quant.native import library
 from moedge.quant.native.build import SETS
 from moedge.runtime.attention.decode import Stored
 from moedge.runtime.attention.native_rows import RowAttention, RowPlan, RowQuery
-from moedge.runtime.attention.native_trial import native_distance, try_native
 from moedge.runtime.attention.protocol import AttentionCall
 from moedge.runtime.engine.batch import pack
 from moedge.runtime.engine.sequence import Sequence
@@ -196,15 +195,3 @@ def test_what_is_not_finite_shows_in_its_own_rows_only(kv_format: str) -> None:
         out = rows.run()
         assert out[0].isnan().all()
         assert out[1].isfinite().all()
-
-
-def test_kernels_that_give_wrong_numbers_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert try_native.__wrapped__() == ""
-    monkeypatch.setattr(library, "_refusals", [])
-    monkeypatch.setattr("moedge.runtime.attention.native_trial.native_distance", lambda *case: float("nan"))
-    assert try_native.__wrapped__() == "attention over bf16 in bfloat16"
-    assert library.lack() == "its kernels give wrong numbers here: attention over bf16 in bfloat16"
-
-
-def test_the_trial_finds_no_fault() -> None:
-    assert native_distance("int4", torch.float32) < 1e-5

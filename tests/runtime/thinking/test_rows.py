@@ -121,7 +121,7 @@ FORMS = {
     "settings of its own": {"grammar": '%llguidance {"no_forcing": false}\nstart: "a"'},
     "JSON inside": {"grammar": 'start: %json {"x-guidance": {"lenient": true}}'},
     "rules that double": {"grammar": DOUBLED},
-    "too long": {"choice": ["x" * 40_000]},
+    "too long": {"choice": ["x" * 600_000]},
     "too deep": {"regex": "(" * 3000 + "a" + ")" * 3000},
 }
 

@@ -189,7 +189,7 @@ def install(engine: Callable[[], FakeEngine], setattr: Callable[[object, str, ob
 
     setattr(sessions, "open_source", open_source)
     setattr(job_plan, "refuse_too_small", lambda *_: None)
-    setattr(lifecycle, "plan_job", lambda source, settings, *_: fake_plan(settings))
+    setattr(lifecycle, "plan_job", lambda source, settings, *_, **__: fake_plan(settings))
     setattr(states, "with_workload", lambda chosen, plan, workload: chosen)
     setattr(states, "as_rehearsed", lambda chosen, *_: chosen.prediction)
     setattr(lifecycle, "load_engine", load_engine)
