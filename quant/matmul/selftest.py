@@ -98,7 +98,8 @@ def errors(found: Tensor, wanted: Tensor) -> Tensor:
     """The relative L2 distance of each row [T]; NaN where one has a NaN, 0 where both are 0."""
     size = wanted.float().norm(dim=-1)
     difference: Tensor = (found.float() - wanted.float()).norm(dim=-1)
-    return difference / size.clamp(min=torch.finfo(torch.float32).tiny)
+    relative: Tensor = difference / size.clamp(min=torch.finfo(torch.float32).tiny)
+    return relative
 
 
 def product_errors(x: Tensor, packed: PackedTensor, out: Tensor, compute: ParallelMatmul, weight: Tensor) -> Tensor:
