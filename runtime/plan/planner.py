@@ -48,6 +48,9 @@ MOST_SEQUENCES = 4096
 SPARE_BLOCKS = 1.1
 # `auto` takes a less lossy weight format if its time is at most this multiple of the fastest.
 WORTH = 1.5
+# And multiplies without rounding activations up to this one: rounding changes answers, and raises perplexity by up to
+# 0.6 % (docs/quality.md).
+WORTH_ROUNDING = 1.1
 # The workload that takes least.
 _ONE_TOKEN = Workload(1, 1, 1, 0, 1)
 # Sums that are added up in two ways may differ by this factor.
@@ -121,16 +124,13 @@ class SearchSpace:
         self._specs: dict[str, tuple[KVSpec, ...]] = {}
 
     def arithmetics(self, quant: str) -> tuple[str, ...]:
-        """What the settings leave open of how weights in a format are multiplied, of equally fast ones the first taken.
-
-        Rounding activations to int8 loses nothing beside what quantized weights lose (docs/quality.md).
-        """
+        """What the settings leave open of how weights in a format are multiplied, the least lossy first."""
         settings = self.request.settings
         if settings.compute != "auto":
             return (settings.compute,)
         may = self.request.budget.device is None and not settings.deterministic
         if may and _has_integer_kernel(quant, self.dtype):
-            return ("int8", "float")
+            return ("float", "int8")
         return ("float",)
 
     def weights(self, quant: str) -> WeightFootprint:
@@ -327,9 +327,11 @@ def solve(request: PlanRequest) -> PlanResult:
     search = _Search(SearchSpace(request))
     best: dict[str, tuple[Plan, Prediction]] = {}
     for quant in search.space.quants:
-        ways = [search.best(quant, compute) for compute in search.space.arithmetics(quant)]
-        if found := min(filter(None, ways), key=lambda each: each[1].total_s, default=None):
-            best[quant] = found
+        ways = [way for compute in search.space.arithmetics(quant) if (way := search.best(quant, compute))]
+        found = None
+        if ways:
+            fastest = min(prediction.total_s for _, prediction in ways)
+            found = best[quant] = next(way for way in ways if way[1].total_s <= WORTH_ROUNDING * fastest)
         if quant == search.space.quants[0] and found and search.holds_everything(found[0]):
             # The checkpoint's own precision, and nothing is short of memory.
             break

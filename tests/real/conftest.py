@@ -17,7 +17,7 @@ from support.real.smollm2 import smollm2
 from support.real.text import QUESTIONS
 
 # 766 predicted tokens: enough for one part in a hundred of the same tokens, and two seconds a case.
-NUM_WINDOWS = 2
+NUM_WINDOWS = 4
 Definitions = Callable[[str, str, str, str], Found]
 
 

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -25,10 +26,11 @@ KEY = "the key of this test"
 PARIS = "The capital of France is Paris."
 
 
-def moedge(*arguments: object, codes: tuple[int, ...] = (0,)) -> str:
+def moedge(*arguments: object, codes: tuple[int, ...] = (0,), variables: Mapping[str, str] | None = None) -> str:
     """What a command printed; it must end well."""
     words = [sys.executable, "-m", "moedge", *map(str, arguments)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    environment = {**os.environ, **(variables or {})}
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode in codes, done.stderr
     return done.stdout
 
@@ -46,7 +48,7 @@ def test_batch_answers_every_row_and_ends_where_the_model_does(model: Path, tmp_
     ]
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
     out = tmp_path / "answers.jsonl"
-    moedge("batch", model, rows, "-o", out, *COMMON[:4], "--quant", "int8", "--compute", "float")
+    moedge("batch", model, rows, "-o", out, *COMMON[:4], "--quant", "int8", variables={"MOEDGE_COMPUTE": "float"})
     answers = [json.loads(line) for line in out.read_text().splitlines()]
     assert [answer["id"] for answer in answers] == [line["id"] for line in lines]
     assert answers[0]["text"] == PARIS

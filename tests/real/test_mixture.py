@@ -19,7 +19,8 @@ from moedge.runtime.settings.settings import Settings
 from moedge.runtime.source.model_source import open_source
 from support.heldout import predict
 
-pytestmark = pytest.mark.real
+# Making the mixture takes a minute; bench/test_make_real_mixture.py holds the same laws on a tiny model.
+pytestmark = [pytest.mark.real, pytest.mark.slow]
 Dense = tuple[LlamaForCausalLM, Any]
 
 
