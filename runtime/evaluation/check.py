@@ -32,7 +32,7 @@ from ..shape.shards import ModelShards
 from ..source.model_source import ModelSource, open_source
 from .format_weights import FormatWeights
 from .local import LocalErrors, hidden_of
-from .parts import Part, PartErrors
+from .parts import MOST_ROUNDINGS, Part, PartErrors
 from .reference import Reference, compute_reference
 
 SCHEMA = "moedge.check/3"
@@ -49,7 +49,6 @@ ROUNDOFF = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
 # the input of the reference's own layer changes its output by more than that, MOST_ROUNDINGS times that change: right
 # engines were seen to differ by up to 4.7 times.
 ALWAYS_MOST = {"fp32": 1e-4, "fp16": 2.0**-9, "bf16": 2.0**-6}
-MOST_ROUNDINGS = 8
 # Of a layer's tokens, the most for which a router may choose other experts than the reference's for the same input.
 MOST_REROUTED = 0.5
 

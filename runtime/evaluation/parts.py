@@ -27,6 +27,8 @@ from ..model.experts_seam import PackedExperts
 from ..model.runner import ModelRunner
 from ..model.weights_seam import PackedLinear
 
+# What rounding to the dtype may change, as a multiple of what a random change of one unit of roundoff does.
+MOST_ROUNDINGS = 8
 # Products after one another in experts, with what is rounded between them.
 _EXPERT_ROUNDINGS = 3
 # Rows of a pass that a part's product is compared for, and passes of different sizes in which it is.
@@ -58,7 +60,7 @@ class PartErrors:
     def __init__(self, runner: ModelRunner, dtype: torch.dtype) -> None:
         self._found: dict[tuple[int | None, str], Part] = {}
         self._sizes: dict[tuple[int | None, str], set[int]] = {}
-        self._bound = BOUNDS[dtype_name(dtype)]
+        self._bound, self.roundoff = BOUNDS[dtype_name(dtype)], torch.finfo(dtype).eps / 2
         assert runner.attention is not None
         runner.attention = _WatchedAttention(self, runner.attention)
         for index, layer in enumerate(runner.layers):
@@ -74,12 +76,14 @@ class PartErrors:
     def parts(self) -> tuple[Part, ...]:
         return tuple(self._found.values())
 
-    def add(self, layer: int | None, name: str, found: Tensor, wanted: Tensor, roundings: int = 1) -> None:
-        """Compares rows of a part; a NaN among errors is the worst."""
+    def add(
+        self, layer: int | None, name: str, found: Tensor, wanted: Tensor, roundings: int = 1, least_bound: float = 0.0
+    ) -> None:
+        """Compares rows of a part, whose bound is `least_bound` or more; a NaN among errors is the worst."""
         error = float(errors(found, wanted).max())
         before = self._found.get((layer, name))
         if before is None or not error <= before.error:
-            self._found[layer, name] = Part(layer, name, error, roundings * self._bound)
+            self._found[layer, name] = Part(layer, name, error, max(roundings * self._bound, least_bound))
 
     def _is_new(self, layer: int | None, name: str, rows: int) -> bool:
         """Whether the part is compared in a pass of so many rows, which takes longer than the pass."""
@@ -159,19 +163,29 @@ class _WatchedExperts:
 
 
 class _WatchedAttention:
-    """Compares an attention backend with torch's own in float32, over the same cache."""
+    """Compares an attention backend with torch's own in float32, over the same cache.
+
+    Where queries and keys are long, a rounded query changes the result by more than a fixed bound: it may differ by
+    several times what torch's changes by if queries change at random by at most a unit of roundoff.
+    """
 
     def __init__(self, parts: PartErrors, backend: AttentionBackend) -> None:
         self._parts, self._backend = parts, backend
         inner: Any = backend
         kind = LatentAttention if isinstance(backend, LatentAttention) else TorchAttention
         self._definition = kind(inner.cache, torch.float32, tiled=False)
+        self._random = torch.Generator().manual_seed(0)
 
     def attend(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         out = self._backend.attend(call, q, k, v, batch)
-        wanted = self._definition.attend(in_float32(call), q.float(), k.float(), v.float(), batch)
-        rows = slice(batch.num_tokens)
-        self._parts.add(call.layer, "attention", out[rows], wanted[rows], ROUNDINGS)
+        noise = 1 + self._parts.roundoff * (2 * torch.rand(q.shape, generator=self._random) - 1)
+        rows, whole = slice(batch.num_tokens), in_float32(call)
+        wanted, changed = (
+            self._definition.attend(whole, queries, k.float(), v.float(), batch)[rows]
+            for queries in (q.float(), q.float() * noise)
+        )
+        change = float(errors(changed, wanted).max())
+        self._parts.add(call.layer, "attention", out[rows], wanted, ROUNDINGS, MOST_ROUNDINGS * change)
         return out
 
 
