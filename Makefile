@@ -107,7 +107,7 @@ $(STAMP):
 
 $(VENV)/.demo-$(SUM):
 	$(environment)
-	$(BIN)/python -m pip install --quiet --editable .
+	$(BIN)/python -m pip install --quiet --editable '.[formats]'
 	rm -f $(VENV)/.demo*
 	touch $@
 
