@@ -79,7 +79,7 @@ def test_the_demo_installs_what_users_need_and_takes_what_tests_have(tmp_path: P
         return subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
     alone = recipe("demo")
-    assert "pip install --quiet --editable .\n" in alone
+    assert "pip install --quiet --editable '.[formats]'\n" in alone, "README's next command reads a GGUF file"
     assert "[test]" not in alone
     assert "[test]" in recipe("test"), "an installation for the demo is not one for tests"
     stamp = next(line.split()[-1] for line in recipe("test").splitlines() if line.startswith("touch"))
