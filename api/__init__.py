@@ -38,7 +38,7 @@ _MODULES = {
     "Document": ".runtime.documents.document",
     "LLM": ".runtime.api.llm",
     "Logprob": ".runtime.api.outputs",
-    "MoedgeLM": ".runtime.evaluation.harness",
+    "MoedgeLM": ".apps.evaluation.harness",
     "MoedgeError": ".offload.errors",
     "PlanReport": ".runtime.api.plan_report",
     "RequestOutput": ".runtime.api.outputs",

@@ -1,41 +1,224 @@
-"""What applications may use of the core: jobs as they are on disk, and how numbers are written. Torch-free.
+"""What applications may use of the core: the names below, by what they are for. Importing this file loads no torch.
 
-An application (`apps/`) imports these names and those of `moedge`, and nothing else (tests/house/test_apps.py).
+An application (`apps/`) imports these names, those of `moedge` and, in its command, those of `cli/face.py`, and nothing
+else (tests/house/test_apps.py). A name is imported when it is used.
 """
 
 from __future__ import annotations
 
-from ...offload.atomic_file import own_name, write_atomically
-from ...offload.budget import GIB, gib
-from ..documents.status import DocumentsJob, find_documents
-from ..documents.table import MOST_LACKING
-from ..jobs.folder import JobFolder
-from ..jobs.journal.journal import read_answer
-from ..jobs.journal.run_log import LoggedRun, read_runs
-from ..jobs.journal.state import Counts, JobState
-from ..jobs.outputs import OutputPaths
-from ..jobs.status import JobStatus, find_job
-from ..settings.formatting import duration, escape_controls, formats_line, short_duration
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ...offload.atomic_file import own_name, write_atomically
+    from ...offload.budget import GIB, auto_host, gib
+    from ...offload.device import Device, find_device
+    from ...offload.errors import ExitCode
+    from ...offload.machine.hardware import (
+        Driver,
+        GpuState,
+        PcieLink,
+        find_driver,
+        find_gpu_states,
+        nearest_existing,
+        shows_gpu,
+    )
+    from ...offload.machine.profile import SCHEMA, Disk, FlopRates, Link, Machine, PinLimit, saved_path
+    from ...offload.memory import MemoryGroup, host_available, host_total, memory_groups
+    from ...offload.store.stores import default_root, disk_of, stores
+    from ...quant.formats.format import QUANT_FORMATS
+    from ..calibration.machine_profile import machine_profile, measure_cache_reads, saved_profile
+    from ..documents.status import DocumentsJob, find_documents
+    from ..documents.table import MOST_LACKING
+    from ..jobs.folder import JobFolder
+    from ..jobs.journal.journal import read_answer
+    from ..jobs.journal.run_log import LoggedRun, read_runs
+    from ..jobs.journal.state import Counts, JobState
+    from ..jobs.outputs import OutputPaths
+    from ..jobs.status import JobStatus, find_job
+    from ..loading.kernels_here import bitsandbytes_speed, cpu_kernels, gpu_kernels, product_error
+    from ..plan.history import RunRecord, last_runs
+    from ..plan.planner import reads_integers
+    from ..rows.fields import MAX_STOP
+    from ..settings.computing import TorchBuild, dotted, find_torch, unusable_torch
+    from ..settings.errors import BadArgument, MissingExtra, PromptError, counted
+    from ..settings.formatting import duration, escape_controls, formats_line, short_duration
+    from ..settings.option import Option, Takes
+    from ..settings.options import EngineOptions, LLMOptions, SeedOptions, StoreFolder, StreamingOptions
+    from ..settings.stages import stage, watching
+    from ..source.model_source import open_source
+    from ..text.confinement import lacking
+
+_MODULES = {
+    # Jobs as they are on disk.
+    "Counts": "..jobs.journal.state",
+    "DocumentsJob": "..documents.status",
+    "JobFolder": "..jobs.folder",
+    "JobState": "..jobs.journal.state",
+    "JobStatus": "..jobs.status",
+    "LoggedRun": "..jobs.journal.run_log",
+    "MOST_LACKING": "..documents.table",
+    "OutputPaths": "..jobs.outputs",
+    "find_documents": "..documents.status",
+    "find_job": "..jobs.status",
+    "read_answer": "..jobs.journal.journal",
+    "read_runs": "..jobs.journal.run_log",
+    # The machine: what it has, what is free, and what was measured of it.
+    "Device": "...offload.device",
+    "Disk": "...offload.machine.profile",
+    "Driver": "...offload.machine.hardware",
+    "FlopRates": "...offload.machine.profile",
+    "GpuState": "...offload.machine.hardware",
+    "Link": "...offload.machine.profile",
+    "Machine": "...offload.machine.profile",
+    "MemoryGroup": "...offload.memory",
+    "PcieLink": "...offload.machine.hardware",
+    "PinLimit": "...offload.machine.profile",
+    "SCHEMA": "...offload.machine.profile",
+    "auto_host": "...offload.budget",
+    "find_device": "...offload.device",
+    "find_driver": "...offload.machine.hardware",
+    "find_gpu_states": "...offload.machine.hardware",
+    "host_available": "...offload.memory",
+    "host_total": "...offload.memory",
+    "lacking": "..text.confinement",
+    "machine_profile": "..calibration.machine_profile",
+    "measure_cache_reads": "..calibration.machine_profile",
+    "memory_groups": "...offload.memory",
+    "nearest_existing": "...offload.machine.hardware",
+    "saved_path": "...offload.machine.profile",
+    "saved_profile": "..calibration.machine_profile",
+    "shows_gpu": "...offload.machine.hardware",
+    # What computes here: torch and the kernels, tried.
+    "QUANT_FORMATS": "...quant.formats.format",
+    "TorchBuild": "..settings.computing",
+    "bitsandbytes_speed": "..loading.kernels_here",
+    "cpu_kernels": "..loading.kernels_here",
+    "dotted": "..settings.computing",
+    "find_torch": "..settings.computing",
+    "gpu_kernels": "..loading.kernels_here",
+    "product_error": "..loading.kernels_here",
+    "reads_integers": "..plan.planner",
+    "unusable_torch": "..settings.computing",
+    # Prepared weights on disk, and how well past runs were predicted.
+    "RunRecord": "..plan.history",
+    "default_root": "...offload.store.stores",
+    "disk_of": "...offload.store.stores",
+    "last_runs": "..plan.history",
+    "stores": "...offload.store.stores",
+    # Options of commands, as every command declares them.
+    "EngineOptions": "..settings.options",
+    "LLMOptions": "..settings.options",
+    "Option": "..settings.option",
+    "SeedOptions": "..settings.options",
+    "StoreFolder": "..settings.options",
+    "StreamingOptions": "..settings.options",
+    "Takes": "..settings.option",
+    # Errors and exit codes.
+    "BadArgument": "..settings.errors",
+    "ExitCode": "...offload.errors",
+    "MissingExtra": "..settings.errors",
+    "PromptError": "..settings.errors",
+    # Words and numbers as the command line writes them.
+    "GIB": "...offload.budget",
+    "counted": "..settings.errors",
+    "duration": "..settings.formatting",
+    "escape_controls": "..settings.formatting",
+    "formats_line": "..settings.formatting",
+    "gib": "...offload.budget",
+    "short_duration": "..settings.formatting",
+    # A model by path or hub name, and the stages of slow work.
+    "MAX_STOP": "..rows.fields",
+    "open_source": "..source.model_source",
+    "stage": "..settings.stages",
+    "watching": "..settings.stages",
+    # Files that are whole or not there.
+    "own_name": "...offload.atomic_file",
+    "write_atomically": "...offload.atomic_file",
+}
 
 __all__ = [
+    "BadArgument",
     "Counts",
+    "Device",
+    "Disk",
     "DocumentsJob",
+    "Driver",
+    "EngineOptions",
+    "ExitCode",
+    "FlopRates",
     "GIB",
+    "GpuState",
     "JobFolder",
     "JobState",
     "JobStatus",
+    "LLMOptions",
+    "Link",
     "LoggedRun",
+    "MAX_STOP",
     "MOST_LACKING",
+    "Machine",
+    "MemoryGroup",
+    "MissingExtra",
+    "Option",
     "OutputPaths",
+    "PcieLink",
+    "PinLimit",
+    "PromptError",
+    "QUANT_FORMATS",
+    "RunRecord",
+    "SCHEMA",
+    "SeedOptions",
+    "StoreFolder",
+    "StreamingOptions",
+    "Takes",
+    "TorchBuild",
+    "auto_host",
+    "bitsandbytes_speed",
+    "counted",
+    "cpu_kernels",
+    "default_root",
+    "disk_of",
+    "dotted",
     "duration",
     "escape_controls",
+    "find_device",
     "find_documents",
+    "find_driver",
+    "find_gpu_states",
     "find_job",
+    "find_torch",
     "formats_line",
     "gib",
+    "gpu_kernels",
+    "host_available",
+    "host_total",
+    "lacking",
+    "last_runs",
+    "machine_profile",
+    "measure_cache_reads",
+    "memory_groups",
+    "nearest_existing",
+    "open_source",
     "own_name",
+    "product_error",
     "read_answer",
     "read_runs",
+    "reads_integers",
+    "saved_path",
+    "saved_profile",
     "short_duration",
+    "shows_gpu",
+    "stage",
+    "stores",
+    "unusable_torch",
+    "watching",
     "write_atomically",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what was asked for: most of it needs no torch."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name], __package__), name)

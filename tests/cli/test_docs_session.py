@@ -30,8 +30,6 @@ from moedge.cli.views import documents_view
 from moedge.offload.machine.hardware import Driver
 from moedge.offload.machine.profile import save_machine
 from moedge.runtime.api import plan_report
-from moedge.runtime.doctor import packages
-from moedge.runtime.doctor.packages import TorchBuild
 from moedge.runtime.documents import feed
 from moedge.runtime.documents.reader_process import ReaderProcess
 from moedge.runtime.documents.readers.content import Content
@@ -43,6 +41,8 @@ from moedge.runtime.jobs import job as states
 from moedge.runtime.jobs.journal.state import Counts
 from moedge.runtime.jobs.summary import KV, Memory, Passes, RunSummary, Seconds, Throughput, TierMemory, summarise_rows
 from moedge.runtime.plan.planner import PlanResult
+from moedge.runtime.settings import computing
+from moedge.runtime.settings.computing import TorchBuild
 from support import recorded_machine
 from support.document_folder import docx, encrypted_pdf, pdf
 from support.jobs import documents_oracle, fake_engine
@@ -140,7 +140,7 @@ def passes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hook:
     monkeypatch.setattr(lifecycle, "open_memory", lambda *_: SimpleNamespace(budget=result.request.budget, device=None))
     monkeypatch.setattr(job_plan, "find_hardware", lambda folder: RECORDED.hardware)
     for name, found in {"torch": TORCH, "driver": DRIVER, "gpus": RECORDED.hardware.gpus}.items():
-        monkeypatch.setattr(packages, f"find_{name}", lambda found=found: found)
+        monkeypatch.setattr(computing, f"find_{name}", lambda found=found: found)
     monkeypatch.setattr(ReaderProcess, "read", read_here)
     monkeypatch.setattr(documents_view, "clock", lambda seconds: "05:40")
     monkeypatch.setattr(feed, "READ_FIRST", 4)

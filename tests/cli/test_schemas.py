@@ -8,7 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from moedge.cli import evaluate
+from moedge.apps.evaluation import command as evaluate
 from moedge.cli.views import progress
 from moedge.offload.machine import profile
 from moedge.offload.store import manifest

@@ -128,8 +128,8 @@ def test_native_code_in_a_reader_gets_nothing(tmp_path: Path, monkeypatch: pytes
 
 def test_where_the_kernel_lacks_it_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here, so that no run of tests passes on a kernel that lets native code out without a word."""
-    from moedge.runtime.doctor.finding import Verdict
-    from moedge.runtime.doctor.host import check_confinement as check
+    from moedge.apps.doctor.finding import Verdict
+    from moedge.apps.doctor.host import check_confinement as check
 
     assert (check().verdict is Verdict.OK) == (lacking() == "")
     monkeypatch.setattr(confinement, "_landlock_version", lambda: 0)

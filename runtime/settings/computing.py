@@ -1,15 +1,12 @@
-"""Checks the installed packages against the requirements of moedge, and torch against the driver. Torch-free."""
+"""Which device computes here: what torch was built for, beside what the driver serves. Torch-free."""
 
 from __future__ import annotations
 
 import ast
-import platform
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ...offload.budget import auto_device, parse_size
 from ...offload.machine.hardware import (
@@ -22,14 +19,7 @@ from ...offload.machine.hardware import (
     num_threads,
     shows_gpu,
 )
-from ..settings.budgets import wants_device, without_device
-from .finding import Finding, Verdict, fail, ok, warn
-
-if TYPE_CHECKING:
-    from packaging.requirements import Requirement
-
-# Builds that pytorch.org offers for the supported releases, newest first: CUDA version and the index's name.
-_BUILDS = (((13, 0), "cu130"), ((12, 8), "cu128"), ((12, 6), "cu126"))
+from .budgets import wants_device, without_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,44 +40,16 @@ def find_torch() -> TorchBuild | None:
     return TorchBuild(values.get("__version__") or "", _version_pair(cuda) if cuda else None)
 
 
-def check_packages(wanted: Iterable[str] | None = None, installed: Callable[[str], str] = version) -> Finding:
-    """`wanted` are requirement lines, moedge's own if not given; those of extras are left out."""
-    from packaging.requirements import Requirement
-
-    lines = list(wanted if wanted is not None else requires("moedge") or ())
-    needed = [need for need in map(Requirement, lines) if need.marker is None or need.marker.evaluate({"extra": ""})]
-    wrong = {str(need): found for need in needed if (found := _found(need, installed))}
-    python = f"Python {platform.python_version()}"
-    if wrong:
-        mended = " ".join(f"'{need}'" for need in wrong)
-        listed = "; ".join(f"{found}, moedge needs {need}" for need, found in wrong.items())
-        return fail("packages", f"{python}; {listed}", f"pip install {mended}")
-    return ok("packages", f"{python}, moedge {installed('moedge')}, {len(needed)} packages OK")
-
-
-def check_torch(torch: TorchBuild | None, driver: Driver | None, gpus: int, undriven: bool = False) -> Finding:
-    """Checks that torch was built for this machine; `gpus` is the number that the driver shows.
-
-    `undriven`: the machine has a GPU of NVIDIA, and no driver.
-    """
+def unusable_torch(torch: TorchBuild | None, driver: Driver) -> str:
+    """Why torch cannot use a GPU of this driver; "" if it can."""
     if torch is None:
-        return fail("torch", "torch is not installed", "pip install torch")
-    if undriven:
-        fix = "install NVIDIA's driver; in a container, start it with --gpus all"
-        return warn("torch", f"torch {torch.version}; there is a GPU, and no NVIDIA driver", fix)
-    if driver is None or gpus == 0:
-        build = "CUDA " + _dotted(torch.cuda) if torch.cuda else "the CPU"
-        reason = "no NVIDIA driver" if driver is None else "the NVIDIA driver shows no GPU to this process"
-        return ok("torch", f"torch {torch.version} for {build}; {reason}")
-    served = f"driver {driver.release or 'of unknown release'} for CUDA up to {_dotted(driver.cuda)}"
-    install = f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{_index(driver)}"
+        return "torch is not installed"
     if torch.cuda is None:
-        return fail("torch", f"torch {torch.version} cannot use the GPU: it was built without CUDA; {served}", install)
+        return f"torch {torch.version} cannot use the GPU: it was built without CUDA"
     # Within a major version an older driver serves newer builds: CUDA's minor version compatibility.
     if torch.cuda[0] > driver.cuda[0]:
-        found = f"torch {torch.version} was built for CUDA {_dotted(torch.cuda)}; {served}"
-        return fail("torch", found, f"a newer NVIDIA driver, or {install}")
-    return ok("torch", f"torch {torch.version} for CUDA {_dotted(torch.cuda)}, {served}")
+        return f"torch {torch.version} was built for CUDA {dotted(torch.cuda)}"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +88,8 @@ def choose_computing(
         return Computing(None, f"no NVIDIA driver found{_MORE if undriven else ''}")
     if not gpus:
         return Computing(None, f"the NVIDIA driver shows no GPU to this process{_MORE}")
-    finding = check_torch(torch, driver, len(gpus))
-    if finding.verdict is Verdict.FAIL:
-        return Computing(None, f"{finding.found.partition(';')[0]}{_MORE}")
+    if reason := unusable_torch(torch, driver):
+        return Computing(None, f"{reason}{_MORE}")
     return Computing(gpus[0])
 
 
@@ -142,15 +103,6 @@ def computing_line(gpu_mem: str) -> str:
         without_device(gpu_mem)
         return computing.line()
     return computing.line(parse_size(gpu_mem, computing.gpu.nbytes, computing.gpu.nbytes, auto_device))
-
-
-def _found(need: Requirement, installed: Callable[[str], str]) -> str:
-    """Describes the problem of an installed package; "" if there is none."""
-    try:
-        found = installed(need.name)
-    except PackageNotFoundError:
-        return f"{need.name} is not installed"
-    return "" if need.specifier.contains(found, prereleases=True) else f"{need.name} {found} is installed"
 
 
 def _constants(source: str) -> dict[str, str | None]:
@@ -171,9 +123,6 @@ def _version_pair(text: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _index(driver: Driver) -> str:
-    return next((name for cuda, name in _BUILDS if cuda <= driver.cuda), _BUILDS[-1][1])
-
-
-def _dotted(pair: tuple[int, int]) -> str:
+def dotted(pair: tuple[int, int]) -> str:
+    """A version as it is written, "12.8"."""
     return ".".join(map(str, pair))

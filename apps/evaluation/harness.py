@@ -10,12 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
-from ..api.llm import LLM
-from ..api.outputs import RequestOutput
-from ..api.sampling_params import SamplingParams
-from ..rows.fields import MAX_STOP
-from ..settings.errors import BadArgument, MissingExtra, PromptError
-from ..settings.options import LLMOptions
+from ... import LLM, RequestOutput, SamplingParams
+from ...runtime.api.face import MAX_STOP, BadArgument, LLMOptions, MissingExtra, PromptError
 from .task_names import unknown_tasks
 
 try:

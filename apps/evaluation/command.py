@@ -11,9 +11,8 @@ from typing import Annotated, Any, Unpack, cast
 
 import typer
 
-from ..runtime.settings.option import Option, Takes
-from ..runtime.settings.options import EngineOptions, LLMOptions, SeedOptions, StreamingOptions
-from .options import options
+from ...cli.face import MODEL, command, say_device
+from ...runtime.api.face import EngineOptions, LLMOptions, Option, SeedOptions, StreamingOptions, Takes
 
 # The layout of what `--json` writes (docs/schemas).
 SCHEMA = "moedge.eval/1"
@@ -49,27 +48,26 @@ class EvalCommand(EngineOptions, StreamingOptions, SeedOptions, total=False):
     ]
 
 
-@options.command(EvalCommand)
-def evaluate(model: options.MODEL, include_path: INCLUDE = None, **given: Unpack[EvalCommand]) -> None:
+@command(EvalCommand)
+def evaluate(model: MODEL, include_path: INCLUDE = None, **given: Unpack[EvalCommand]) -> None:
     """Evaluate a model on tasks of lm-eval (extra `eval`).
 
     Every request of a task runs in one batch, within the budgets. lm-eval downloads data that is not here.
     """
-    from ..runtime.settings.errors import MissingExtra
+    from ...runtime.api.face import MissingExtra
 
     if find_spec("lm_eval") is None:
         raise MissingExtra("evaluation needs lm-eval", "eval")
-    options.say_device(given["gpu_mem"])
+    say_device(given["gpu_mem"])
     _evaluate(model, include_path, given)
 
 
 def _evaluate(model: str, include_path: Path | None, given: EvalCommand) -> None:
     from rich.console import Console
 
-    from ..runtime.evaluation.task_names import refuse_unknown_tasks
-    from ..runtime.settings.stages import stage, watching
-    from ..runtime.source.model_source import open_source
-    from .views.progress import stages_on
+    from ...cli.face import stages_on
+    from ...runtime.api.face import open_source, stage, watching
+    from .task_names import refuse_unknown_tasks
 
     tasks = [each.strip() for each in given["tasks"].split(",") if each.strip()]
     with watching(stages_on(Console(stderr=True, highlight=False))):
@@ -81,8 +79,8 @@ def _evaluate(model: str, include_path: Path | None, given: EvalCommand) -> None
         with stage("importing torch and lm-eval"):
             from lm_eval.utils import make_table
 
-            from ..runtime.api.llm import LLM
-            from ..runtime.evaluation.harness import MoedgeLM, evaluate, task_manager
+            from ... import LLM
+            from .harness import MoedgeLM, evaluate, task_manager
 
             manager = task_manager(tasks, include_path)
         loading = cast(LLMOptions, {name: value for name, value in given.items() if name in LLMOptions.__annotations__})

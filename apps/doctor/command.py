@@ -10,14 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Unpack
 
 import typer
 
-from ..offload.errors import ExitCode
-from ..runtime.settings.errors import counted
-from ..runtime.settings.option import Option
-from ..runtime.settings.options import StoreFolder
-from .options import options
+from ...cli.face import command, say_device
+from ...runtime.api.face import ExitCode, Option, StoreFolder, counted
 
 if TYPE_CHECKING:
-    from ..runtime.doctor.examination import Examination
+    from .examination import Examination
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
@@ -37,19 +34,19 @@ class DoctorCommand(StoreFolder, total=False):
     ]
 
 
-@options.command(DoctorCommand, disk_dir={"common": True})
+@command(DoctorCommand, disk_dir={"common": True})
 def doctor(**given: Unpack[DoctorCommand]) -> None:
     """Check and measure this machine, so that plans fit it.
 
     Every finding is ok, warn (it costs speed or memory) or fail (it prevents a run), with a fix. The measurements are
     saved for plans until the hardware changes. Exits with 6 if anything failed.
     """
-    options.say_device()
+    say_device()
     from rich.console import Console
 
-    from ..offload.store.stores import default_root
-    from ..runtime.doctor.examination import examine
-    from ..runtime.doctor.finding import Verdict
+    from ...runtime.api.face import default_root
+    from .examination import examine
+    from .finding import Verdict
 
     console = Console(stderr=True, highlight=False)
     waiting = console.status("checking")

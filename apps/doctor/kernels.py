@@ -7,19 +7,17 @@ from importlib.resources import as_file, files
 
 import torch
 
-from ...offload.budget import gib
-from ...offload.device import Device
-from ...offload.errors import swallow_cuda_error
-from ...quant.formats import bitsandbytes_kernels
-from ...quant.formats.format import QUANT_FORMATS
-from ...quant.kernels.gpu import triton_lack
-from ...quant.matmul.matmul import ParallelMatmul, Workspace, kernel_order
-from ...quant.native import library
-from ...quant.scratch import scratch_nbytes
-from ...quant.tensor import dtype_name, pack
-from ..evaluation.check import check
-from ..loading.gpu_selftest import usable_kernels, usual_needs
-from ..plan.planner import dtype_notes, reads_integers
+from ... import check
+from ...runtime.api.face import (
+    QUANT_FORMATS,
+    Device,
+    bitsandbytes_speed,
+    cpu_kernels,
+    gib,
+    gpu_kernels,
+    product_error,
+    reads_integers,
+)
 from .finding import Finding, fail, ok, warn
 
 # The error of a bfloat16 product of 64 rows against float64, over its largest number; rounding alone is below 1 %.
@@ -31,16 +29,16 @@ def check_bitsandbytes(device: str) -> Finding:
     name, unit = "bitsandbytes", "GPU" if device == "cuda" else "CPU"
     try:
         worst = product_error("nf4", device)
-        serves = bitsandbytes_kernels.serves(device)
+        speed = bitsandbytes_speed(device)
     except Exception as error:
         return fail(name, f"does not work on this {unit}: {brief(error)}", "pip install --force-reinstall bitsandbytes")
     found = f"{name} {version(name)}: nf4 kernel on the {unit}"
     if worst > _TOLERANCE:
         return fail(name, f"{found} is wrong by {worst:.1%}", "pip install --upgrade bitsandbytes, or use --quant int4")
-    if not serves:
+    if speed == "slow":
         fix = "pip install --force-reinstall bitsandbytes, built for this CUDA version"
         return warn(name, f"{found} OK but slow: bitsandbytes was built without CUDA", fix)
-    if device == "cpu" and not bitsandbytes_kernels.has_fused():
+    if speed == "plain":
         return ok(name, f"{found} OK (64x64 test); without AVX512-BF16 nf4 is dequantized first, slower for few rows")
     return ok(name, f"{found} OK (64x64 test)")
 
@@ -81,12 +79,13 @@ def _difference(formats: tuple[str, str, str]) -> tuple[str, str]:
 
 def check_native() -> Finding:
     """Looks for the library of CPU kernels, and says what its absence costs; `check_formats` tries it."""
-    if lack := library.lack():
+    found = cpu_kernels()
+    if lack := found.unavailable_reason:
         costs = "torch computes attention instead, which takes 3 to 4 times as long with many sequences"
         if "g++" in lack or "sources" in lack:
-            return warn("CPU kernels", f"not used: {lack.partition(' (')[0]}; {costs}", library.BUILD)
+            return warn("CPU kernels", f"not used: {lack.partition(' (')[0]}; {costs}", found.build)
         return ok("CPU kernels", f"not used: {lack}; {costs}")
-    return ok("CPU kernels", f"{library.loaded().isa}")
+    return ok("CPU kernels", found.isa)
 
 
 def check_gpu() -> Finding:
@@ -96,7 +95,6 @@ def check_gpu() -> Finding:
     try:
         worst = product_error("none", "cuda")
     except Exception as error:
-        swallow_cuda_error()
         return fail("GPU", f"a product failed: {brief(error)}", "check `nvidia-smi` and `dmesg`; restart the machine")
     major, minor = torch.cuda.get_device_capability()
     free, total = torch.cuda.mem_get_info()
@@ -111,19 +109,17 @@ def check_gpu() -> Finding:
 
 def check_kernels(device: Device) -> list[Finding]:
     """Compiles and runs the kernels of every family on the GPU: as a run does before its plan."""
-    gpu = usable_kernels(device, usual_needs(device))
-    notes = dtype_notes("auto", "bf16", gpu)
-    found = [warn("dtype", note, "nothing to do; --dtype bf16 still works") for note in notes]
-    reasons = gpu.lacks.reasons
-    if lack := triton_lack(gpu.capability):
+    gpu = gpu_kernels(device)
+    found = [warn("dtype", note, "nothing to do; --dtype bf16 still works") for note in gpu.notes]
+    if lack := gpu.unavailable_reason:
         fix = "pip install triton" if "not installed" in lack else "a newer GPU; until then torch computes instead"
         return [*found, warn("kernels", f"torch computes instead of all of them. {lack}", fix)]
     found += [
         warn("kernels", f"torch computes instead of those for {family}, slower. {reason}", _fix(reason))
-        for family, reason in reasons.items()
+        for family, reason in gpu.failed.items()
     ]
-    if working := [family for family in gpu.lacks._fields if family not in reasons]:
-        says = f"Triton {version('triton')}: kernels for {', '.join(working)} compiled and passed their tests"
+    if gpu.passed:
+        says = f"Triton {version('triton')}: kernels for {', '.join(gpu.passed)} compiled and passed their tests"
         found.append(ok("kernels", says))
     return found
 
@@ -134,19 +130,6 @@ def _fix(reason: str) -> str:
     if "tensor cores" in reason:
         return "a newer GPU; nothing is wrong with this one"
     return "pip install --force-reinstall torch, with the Triton that belongs to it; if that does not help, report it"
-
-
-@torch.inference_mode()
-def product_error(format_name: str, device: str) -> float:
-    """Worst difference of a product in bfloat16, relative to the largest number of the float64 one."""
-    generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(64, 64, generator=generator).bfloat16() for _ in range(2))
-    packed = pack(weight, format_name, kernel_order(format_name, x.dtype, device))
-    meant = x.double() @ packed.dequantize().double().t()
-    there = type(packed)(packed.layout, tuple(plane.to(device) for plane in packed.planes))
-    nbytes = scratch_nbytes(packed.layout, dtype_name(x.dtype), deterministic=False)
-    got = ParallelMatmul(Workspace(nbytes, device)).linear(x.to(device), there).cpu().double()
-    return float((got - meant).abs().max() / meant.abs().max())
 
 
 def brief(error: Exception) -> str:

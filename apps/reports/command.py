@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options.paths import own_file
+from ...cli.face import own_file
 
 JOB = Annotated[str, typer.Argument(metavar="JOB", help="Job id (or its beginning), job folder, or output file.")]
 OUTPUT = Annotated[
@@ -23,9 +23,9 @@ OUTPUT = Annotated[
 
 def report(job: JOB, output: OUTPUT = None) -> None:
     """Write a page about a job of `moedge batch` or `moedge docs`: charts, failures, settings. It loads nothing."""
-    from ..apps.reports.job_report import JobReport
-    from ..apps.reports.page import page
-    from ..runtime.api.face import find_documents, find_job, own_name, write_atomically
+    from ...runtime.api.face import find_documents, find_job, own_name, write_atomically
+    from .job_report import JobReport
+    from .page import page
 
     documents = find_documents(job)
     found = JobReport.of_batch(find_job(job)) if documents is None else JobReport.of_documents(documents)

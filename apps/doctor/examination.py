@@ -8,12 +8,24 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...offload.machine.hardware import Driver, find_driver, find_gpu_states, shows_gpu
-from ...offload.machine.profile import SCHEMA, Machine, saved_path
-from ...offload.memory import host_available, host_total
-from ...offload.store.stores import disk_of
-from ..calibration.machine_profile import machine_profile, measure_cache_reads, saved_profile
-from ..plan.history import last_runs
+from ...runtime.api.face import (
+    SCHEMA,
+    Driver,
+    Machine,
+    TorchBuild,
+    disk_of,
+    find_driver,
+    find_gpu_states,
+    find_torch,
+    host_available,
+    host_total,
+    last_runs,
+    machine_profile,
+    measure_cache_reads,
+    saved_path,
+    saved_profile,
+    shows_gpu,
+)
 from .finding import Finding, Verdict, fail
 from .host import (
     check_confinement,
@@ -25,7 +37,7 @@ from .host import (
     find_host_memory,
     free_nbytes,
 )
-from .packages import TorchBuild, check_packages, check_torch, find_torch
+from .packages import check_packages, check_torch
 from .speeds import check_cache_reads, gpu_state_findings, not_measured, prediction_findings, speed_findings
 
 
@@ -102,7 +114,7 @@ def _machine(stores: Path) -> list[Finding]:
 
 def _try_kernels(gpu: bool, say: Callable[[str], None]) -> list[Finding]:
     say("trying kernels")
-    from ...offload.device import find_device
+    from ...runtime.api.face import find_device
     from .kernels import check_bitsandbytes, check_formats, check_gpu, check_kernels, check_native
 
     found = [check_bitsandbytes("cpu"), check_native(), check_formats()]

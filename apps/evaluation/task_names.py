@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..settings.errors import BadArgument
+from ...runtime.api.face import BadArgument
 
 # What lm-eval takes for a pattern, or for a task's file.
 _MORE_THAN_A_NAME = frozenset("*?[]/")

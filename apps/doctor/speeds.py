@@ -7,12 +7,20 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ...offload.budget import GIB, gib
-from ...offload.machine.hardware import GpuState, PcieLink
-from ...offload.machine.profile import Disk, FlopRates, Link, Machine, PinLimit
-from ..plan.history import RunRecord
-from ..settings.errors import counted
-from ..settings.formatting import duration
+from ...runtime.api.face import (
+    GIB,
+    Disk,
+    FlopRates,
+    GpuState,
+    Link,
+    Machine,
+    PcieLink,
+    PinLimit,
+    RunRecord,
+    counted,
+    duration,
+    gib,
+)
 from .finding import Finding, ok, warn
 
 _GB = 1e9

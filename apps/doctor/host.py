@@ -11,12 +11,19 @@ from pathlib import Path
 
 import psutil
 
-from ...offload.budget import GIB, auto_host, gib
-from ...offload.machine.hardware import nearest_existing
-from ...offload.memory import MemoryGroup, host_available, host_total, memory_groups
-from ...offload.store.stores import stores
-from ..settings.errors import counted
-from ..text.confinement import lacking
+from ...runtime.api.face import (
+    GIB,
+    MemoryGroup,
+    auto_host,
+    counted,
+    gib,
+    host_available,
+    host_total,
+    lacking,
+    memory_groups,
+    nearest_existing,
+    stores,
+)
 from .finding import Finding, fail, ok, warn
 
 # A process with torch, transformers and bitsandbytes, and a gigabyte for a model.

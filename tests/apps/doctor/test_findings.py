@@ -8,12 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from moedge.offload.machine.hardware import Driver, GpuInfo, GpuState, Hardware, PcieLink, shows_gpu
-from moedge.offload.machine.profile import Disk, DiskRead, Link, Machine, PinLimit
-from moedge.offload.memory import MemoryGroup
-from moedge.runtime.doctor import host as places
-from moedge.runtime.doctor.finding import Finding, Verdict
-from moedge.runtime.doctor.host import (
+from moedge.apps.doctor import host as places
+from moedge.apps.doctor.finding import Finding, Verdict
+from moedge.apps.doctor.host import (
     HostMemoryFacts,
     check_hub_cache,
     check_memory,
@@ -21,14 +18,12 @@ from moedge.runtime.doctor.host import (
     check_state,
     check_stores,
 )
-from moedge.runtime.doctor.packages import (
-    TorchBuild,
-    check_packages,
-    check_torch,
-    choose_computing,
-    find_torch,
-)
-from moedge.runtime.doctor.speeds import check_age, check_cache_reads, gpu_state_findings, speed_findings
+from moedge.apps.doctor.packages import check_packages, check_torch
+from moedge.apps.doctor.speeds import check_age, check_cache_reads, gpu_state_findings, speed_findings
+from moedge.offload.machine.hardware import Driver, GpuInfo, GpuState, Hardware, PcieLink, shows_gpu
+from moedge.offload.machine.profile import Disk, DiskRead, Link, Machine, PinLimit
+from moedge.offload.memory import MemoryGroup
+from moedge.runtime.settings.computing import TorchBuild, choose_computing, find_torch
 
 GIB = 1 << 30
 OK, WARN, FAIL = Verdict.OK, Verdict.WARN, Verdict.FAIL

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from moedge.apps.doctor import examination, host
 from moedge.offload.machine.disk import measure_disk
 from moedge.offload.machine.profile import Overheads, read_machine
 from moedge.runtime.calibration import machine_profile, pass_rates
 from moedge.runtime.calibration.machine_profile import saved_profile
-from moedge.runtime.doctor import examination, host
 from moedge.runtime.plan.history import RunRecord, keep
 
 MIB = 1 << 20
@@ -101,7 +101,7 @@ def test_every_key_of_the_output_is_documented(
 ) -> None:
     assert cli("doctor", "--quick", "--json") == 0
     document = json.loads(capsys.readouterr().out)
-    page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "doctor.md").read_text()
     keys = [*document, *document["findings"][0], *document["now"]]
     assert [key for key in keys if f"`{key}`" not in page and f".{key}`" not in page] == []
 

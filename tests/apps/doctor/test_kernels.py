@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from moedge.apps.doctor import kernels
+from moedge.apps.doctor.finding import Verdict
 from moedge.offload.device import find_device
 from moedge.quant.formats import bitsandbytes_kernels
 from moedge.quant.formats.format import QUANT_FORMATS
@@ -13,8 +15,7 @@ from moedge.quant.kernels import gpu
 from moedge.quant.kernels.gpu import Gpu, Lacks
 from moedge.quant.matmul.matmul import ParallelMatmul
 from moedge.quant.native import library
-from moedge.runtime.doctor import kernels
-from moedge.runtime.doctor.finding import Verdict
+from moedge.runtime.loading import kernels_here
 
 
 @pytest.mark.parametrize("name", QUANT_FORMATS)
@@ -71,7 +72,7 @@ def device(capability: tuple[int, int]) -> Any:
 
 
 def lacking(monkeypatch: pytest.MonkeyPatch, lacks: Lacks) -> None:
-    monkeypatch.setattr(kernels, "usable_kernels", lambda found, needs: Gpu(found.capability, 28, lacks))
+    monkeypatch.setattr(kernels_here, "usable_kernels", lambda found, needs: Gpu(found.capability, 28, lacks))
 
 
 def test_kernels_that_run_are_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

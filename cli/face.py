@@ -1,0 +1,40 @@
+"""What commands of applications may use of the command line. Torch-free, and each name is imported when it is used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .options.configured_command import ConfiguredCommand
+    from .options.options import MODEL, command, say, say_device
+    from .options.paths import own_file
+    from .views.progress import stages_on
+
+_MODULES = {
+    # A command: its class, the argument MODEL, parameters from declared options, checks of paths, lines on stderr.
+    "ConfiguredCommand": ".options.configured_command",
+    "MODEL": ".options.options",
+    "command": ".options.options",
+    "own_file": ".options.paths",
+    "say": ".options.options",
+    "say_device": ".options.options",
+    # What a person sees while it works.
+    "stages_on": ".views.progress",
+}
+
+__all__ = [
+    "ConfiguredCommand",
+    "MODEL",
+    "command",
+    "own_file",
+    "say",
+    "say_device",
+    "stages_on",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"{__name__} has no {name!r}")
+    return getattr(import_module(_MODULES[name], __package__), name)
