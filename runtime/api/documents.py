@@ -32,11 +32,10 @@ from ..settings.options import DocumentOptions
 from ..settings.stages import stage
 from ..source.model_source import ModelSource, open_source
 from ..text.folder import has_chat_template
-from .batch import BatchProgress, JobObserver, cluster_of, refuse_unreachable, request_of, run_loaded
+from .batch import BatchProgress, Cluster, JobObserver, cluster_of, refuse_unreachable, request_of, run_loaded
 
 if TYPE_CHECKING:
     # What is refused is refused before torch is imported.
-    from ..cluster.job import Cluster
     from ..jobs.job import Executor, Loaded, Measured
     from ..loading.engine_loader import LoadedModel
     from ..text.tokenizer import Tokenizer

@@ -30,24 +30,48 @@ if TYPE_CHECKING:
     from ..calibration.machine_profile import machine_profile, measure_cache_reads, saved_profile
     from ..documents.status import DocumentsJob, find_documents
     from ..documents.table import MOST_LACKING
+    from ..engine.engine import Metrics
     from ..jobs.folder import JobFolder
-    from ..jobs.journal.journal import read_answer
+    from ..jobs.job import Measured, Planned, Running
+    from ..jobs.journal.journal import Journal, read_answer
     from ..jobs.journal.run_log import LoggedRun, read_runs
-    from ..jobs.journal.state import Counts, JobState
+    from ..jobs.journal.state import Counts, JobState, Suspicion
     from ..jobs.outputs import OutputPaths
+    from ..jobs.run import RowFeed, RowSource, failed_row
+    from ..jobs.session import JobSession
     from ..jobs.status import JobStatus, find_job
+    from ..jobs.stop import memory_kills
+    from ..jobs.summary import RunSummary, Seconds, WorkerRun
+    from ..jobs.totals import merge_summaries, of_the_dead, sum_metrics, with_sequences
+    from ..jobs.worker import SAME, JobFacts, LeasedRow, LoadOrder, LoadReport, Worker, WorkerInfo, WorkReport
     from ..loading.kernels_here import bitsandbytes_speed, cpu_kernels, gpu_kernels, product_error
+    from ..plan.fallback import Fallback, FallbackPolicy
     from ..plan.history import RunRecord, last_runs
-    from ..plan.planner import reads_integers
+    from ..plan.memory_ledger import TierLedger
+    from ..plan.placement import Workload
+    from ..plan.planner import PlanResult, reads_integers
+    from ..rows.answer_formats import Answers
+    from ..rows.failure import ErrorCode, RowFailure
     from ..rows.fields import MAX_STOP
+    from ..rows.row import Row
     from ..settings.computing import TorchBuild, dotted, find_torch, unusable_torch
-    from ..settings.errors import BadArgument, MissingExtra, PromptError, counted
+    from ..settings.errors import (
+        BadArgument,
+        ClusterFailed,
+        DoesNotFit,
+        MissingExtra,
+        PromptError,
+        SettingError,
+        counted,
+    )
     from ..settings.formatting import duration, escape_controls, formats_line, short_duration
     from ..settings.option import Option, Takes
     from ..settings.options import EngineOptions, LLMOptions, SeedOptions, StoreFolder, StreamingOptions
+    from ..settings.process import settle
     from ..settings.stages import stage, watching
     from ..source.model_source import open_source
     from ..text.confinement import lacking
+    from ..weights.key_offsets import KeyOffsets
 
 _MODULES = {
     # Jobs as they are on disk.
@@ -116,9 +140,12 @@ _MODULES = {
     "Takes": "..settings.option",
     # Errors and exit codes.
     "BadArgument": "..settings.errors",
+    "ClusterFailed": "..settings.errors",
+    "DoesNotFit": "..settings.errors",
     "ExitCode": "...offload.errors",
     "MissingExtra": "..settings.errors",
     "PromptError": "..settings.errors",
+    "SettingError": "..settings.errors",
     # Words and numbers as the command line writes them.
     "GIB": "...offload.budget",
     "counted": "..settings.errors",
@@ -132,47 +159,120 @@ _MODULES = {
     "open_source": "..source.model_source",
     "stage": "..settings.stages",
     "watching": "..settings.stages",
+    # A job, by its states: rows to take, answers to give, rows to add.
+    "Answers": "..rows.answer_formats",
+    "ErrorCode": "..rows.failure",
+    "JobSession": "..jobs.session",
+    "Journal": "..jobs.journal.journal",
+    "KeyOffsets": "..weights.key_offsets",
+    "Measured": "..jobs.job",
+    "PlanResult": "..plan.planner",
+    "Planned": "..jobs.job",
+    "Row": "..rows.row",
+    "RowFailure": "..rows.failure",
+    "RowFeed": "..jobs.run",
+    "RowSource": "..jobs.run",
+    "Running": "..jobs.job",
+    "Suspicion": "..jobs.journal.state",
+    "Workload": "..plan.placement",
+    "failed_row": "..jobs.run",
+    # A worker: an engine elsewhere, which computes rows that a job leases to it.
+    "JobFacts": "..jobs.worker",
+    "LeasedRow": "..jobs.worker",
+    "LoadOrder": "..jobs.worker",
+    "LoadReport": "..jobs.worker",
+    "SAME": "..jobs.worker",
+    "WorkReport": "..jobs.worker",
+    "Worker": "..jobs.worker",
+    "WorkerInfo": "..jobs.worker",
+    "memory_kills": "..jobs.stop",
+    "settle": "..settings.process",
+    # What a run came to: counters, and summaries that can be merged.
+    "Fallback": "..plan.fallback",
+    "FallbackPolicy": "..plan.fallback",
+    "Metrics": "..engine.engine",
+    "RunSummary": "..jobs.summary",
+    "Seconds": "..jobs.summary",
+    "TierLedger": "..plan.memory_ledger",
+    "WorkerRun": "..jobs.summary",
+    "merge_summaries": "..jobs.totals",
+    "of_the_dead": "..jobs.totals",
+    "sum_metrics": "..jobs.totals",
+    "with_sequences": "..jobs.totals",
     # Files that are whole or not there.
     "own_name": "...offload.atomic_file",
     "write_atomically": "...offload.atomic_file",
 }
 
 __all__ = [
+    "Answers",
     "BadArgument",
+    "ClusterFailed",
     "Counts",
     "Device",
     "Disk",
     "DocumentsJob",
+    "DoesNotFit",
     "Driver",
     "EngineOptions",
+    "ErrorCode",
     "ExitCode",
+    "Fallback",
+    "FallbackPolicy",
     "FlopRates",
     "GIB",
     "GpuState",
+    "JobFacts",
     "JobFolder",
+    "JobSession",
     "JobState",
     "JobStatus",
+    "Journal",
+    "KeyOffsets",
     "LLMOptions",
+    "LeasedRow",
     "Link",
+    "LoadOrder",
+    "LoadReport",
     "LoggedRun",
     "MAX_STOP",
     "MOST_LACKING",
     "Machine",
+    "Measured",
     "MemoryGroup",
+    "Metrics",
     "MissingExtra",
     "Option",
     "OutputPaths",
     "PcieLink",
     "PinLimit",
+    "PlanResult",
+    "Planned",
     "PromptError",
     "QUANT_FORMATS",
+    "Row",
+    "RowFailure",
+    "RowFeed",
+    "RowSource",
     "RunRecord",
+    "RunSummary",
+    "Running",
+    "SAME",
     "SCHEMA",
+    "Seconds",
     "SeedOptions",
+    "SettingError",
     "StoreFolder",
     "StreamingOptions",
+    "Suspicion",
     "Takes",
+    "TierLedger",
     "TorchBuild",
+    "WorkReport",
+    "Worker",
+    "WorkerInfo",
+    "WorkerRun",
+    "Workload",
     "auto_host",
     "bitsandbytes_speed",
     "counted",
@@ -182,6 +282,7 @@ __all__ = [
     "dotted",
     "duration",
     "escape_controls",
+    "failed_row",
     "find_device",
     "find_documents",
     "find_driver",
@@ -198,7 +299,10 @@ __all__ = [
     "machine_profile",
     "measure_cache_reads",
     "memory_groups",
+    "memory_kills",
+    "merge_summaries",
     "nearest_existing",
+    "of_the_dead",
     "open_source",
     "own_name",
     "product_error",
@@ -207,12 +311,15 @@ __all__ = [
     "reads_integers",
     "saved_path",
     "saved_profile",
+    "settle",
     "short_duration",
     "shows_gpu",
     "stage",
     "stores",
+    "sum_metrics",
     "unusable_torch",
     "watching",
+    "with_sequences",
     "write_atomically",
 ]
 

@@ -23,7 +23,7 @@ RUNTIME = [
     {"loading"},
     {"calibration"},
     {"jobs"},
-    {"documents", "cluster"},
+    {"documents"},
     {"api"},
     {"serve", "evaluation"},
 ]

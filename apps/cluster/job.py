@@ -14,28 +14,45 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from uuid import uuid4
 
-from ..engine.engine import Metrics
-from ..jobs.job import Measured, Planned, Running
-from ..jobs.job_plan import with_workload
-from ..jobs.journal.journal import Journal
-from ..jobs.journal.state import Counts
-from ..jobs.run import RowFeed, RowSource, failed_row
-from ..jobs.session import JobSession
-from ..jobs.summary import Rows, RunSummary, Seconds, Tokens, WorkerRun, summarise_rows
-from ..loading.machine_memory import MachineMemory
-from ..plan.fallback import Fallback, FallbackPolicy
-from ..plan.memory_ledger import TierLedger
-from ..plan.placement import Workload
-from ..plan.planner import PlanResult
-from ..rows.answer_formats import Answers
-from ..rows.failure import ErrorCode, RowFailure
-from ..rows.row import Row
-from ..settings.errors import ClusterFailed, SettingError
-from ..settings.stages import stage
-from ..weights.key_offsets import KeyOffsets
+from ...runtime.api.face import (
+    SAME,
+    Answers,
+    ClusterFailed,
+    Counts,
+    ErrorCode,
+    Fallback,
+    FallbackPolicy,
+    JobFacts,
+    JobSession,
+    Journal,
+    KeyOffsets,
+    LeasedRow,
+    LoadOrder,
+    LoadReport,
+    Measured,
+    Metrics,
+    Planned,
+    PlanResult,
+    Row,
+    RowFailure,
+    RowFeed,
+    RowSource,
+    Running,
+    RunSummary,
+    Seconds,
+    SettingError,
+    TierLedger,
+    WorkerRun,
+    Workload,
+    WorkReport,
+    failed_row,
+    merge_summaries,
+    of_the_dead,
+    stage,
+    sum_metrics,
+    with_sequences,
+)
 from .leases import LeaseTable
-from .totals import add_up, of_the_dead, sum_metrics, with_sequences
-from .worker import SAME, JobFacts, LeasedRow, LoadOrder, LoadReport, Report
 from .workers import Slot, Workers, open_workers
 
 # Crashes in a row, without an answer in between, after which a job stops: another worker would crash, too.
@@ -105,8 +122,7 @@ class Cluster:
             self.workers.start(self._facts(measured))
             self._wait("starting workers", lambda: self.chosen is not None, self.workers.without_space)
         assert self.chosen is not None
-        chosen = with_workload(self.chosen, self.chosen.plan, workload)
-        return Planned(measured, workload, MachineMemory(chosen.plan.budget), chosen, checked.claim.begin(chosen.plan))
+        return measured.planned(self.chosen, workload)
 
     def load(self, planned: Planned) -> ClusterJob:
         """Returns when the first worker is ready; the others join when they are."""
@@ -232,7 +248,7 @@ class ClusterJob:
         self._rows: dict[int, LeasedRow] = {}
         self._last = False
         # By the numbers of workers, of which one that died has none again.
-        self._reports: dict[int, Report] = {}
+        self._reports: dict[int, WorkReport] = {}
         self._summaries: dict[int, RunSummary] = {}
         self._runs: dict[int, WorkerRun] = {}
 
@@ -301,12 +317,9 @@ class ClusterJob:
             self._summaries[slot.number] = of_the_dead(summary)
 
     def summary(self, counts: Counts, seconds: Seconds) -> RunSummary:
-        found = summarise_rows(counts)
-        if self._summaries:
-            metrics = sum_metrics((each.metrics for each in self._reports.values()), sequences=True)
-            found = add_up(list(self._summaries.values()), metrics, seconds.generate)
-            found.rows, found.tokens = Rows.of(counts), Tokens(counts.prompt_tokens, counts.generated_tokens)
-        found.seconds, found.fallbacks = seconds, [*self.policy.applied, *found.fallbacks]
+        metrics = sum_metrics((each.metrics for each in self._reports.values()), sequences=True)
+        found = merge_summaries(list(self._summaries.values()), metrics, counts, seconds)
+        found.fallbacks = [*self.policy.applied, *found.fallbacks]
         found.workers = list(self._runs.values())
         return found
 
@@ -337,7 +350,7 @@ class ClusterJob:
         self._rows[row.index] = LeasedRow(row, token_ids, digest, rows.partial(row.index))
         self._leases.add([row.index])
 
-    def _took_report(self, slot: Slot, report: Report) -> None:
+    def _took_report(self, slot: Slot, report: WorkReport) -> None:
         assert slot.info is not None
         number, run = slot.number, self._runs.setdefault(slot.number, WorkerRun(slot.info.name))
         answers = [done for done in report.done if self._leases.commit(done.row, number)]

@@ -12,11 +12,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from ..settings.errors import counted
-from ..settings.stages import stage
+from ...runtime.api.face import LoadReport, WorkerInfo, counted, stage
 from .actor import Refused, WorkerActor, post_mortem
 from .address import LOCAL, connect, import_ray
-from .worker import LoadReport, WorkerInfo
 
 # Ray takes seconds to start a process; after this time without a worker, a line says what is missing.
 PATIENCE_SECONDS = 20.0

@@ -19,16 +19,6 @@ from itertools import islice
 from ...moe.streaming_mode import DEFAULTS, ExpertOptions
 from ...offload.memory import Heap, reset_host_peak
 from ..engine.engine import Metrics
-from ..jobs.encode import RowEncoder
-from ..jobs.folder import JobFolder
-from ..jobs.journal.record import CutChoice, Done
-from ..jobs.journal.state import Counts
-from ..jobs.lifecycle import load_model, plan_model, profile_model
-from ..jobs.report import summarise
-from ..jobs.request import identity
-from ..jobs.run import RowRunner
-from ..jobs.stop import CrashMarker, StallGuard, memory_kills
-from ..jobs.summary import RunSummary, Seconds
 from ..loading.engine_loader import LoadedEngine, LoadedModel
 from ..loading.machine_memory import MachineMemory
 from ..plan.fallback import Fallback, FallbackPolicy
@@ -43,6 +33,16 @@ from ..settings.settings import Settings
 from ..source.model_source import ModelSource, open_source
 from ..text.tokenizer import Tokenizer
 from ..weights.key_offsets import KeyOffsets
+from .encode import RowEncoder
+from .folder import JobFolder
+from .journal.record import CutChoice, Done
+from .journal.state import Counts
+from .lifecycle import load_model, plan_model, profile_model
+from .report import summarise
+from .request import identity
+from .run import RowRunner
+from .stop import CrashMarker, StallGuard, memory_kills
+from .summary import RunSummary, Seconds
 
 # A call of `work` returns after this time, or after the pass that is longer.
 REPORT_SECONDS = 0.5
@@ -107,7 +107,7 @@ class LoadReport:
 
 
 @dataclass(slots=True)
-class Report:
+class WorkReport:
     """What a call of `work` brought. `unchanged` rows were cut and cannot grow; `capacity` is how many it can hold.
 
     `metrics` count since the job began, except that seconds of sequences are those since the last report. `hits` of
@@ -243,7 +243,7 @@ class _Loaded:
         self.engine.start_counting()
         self.seconds, self.num_total, self.num_tpot = 0.0, 0, 0
 
-    def report(self, done: list[Done], unchanged: list[int]) -> Report:
+    def report(self, done: list[Done], unchanged: list[int]) -> WorkReport:
         """Sequences that were reported before are left out of the metrics: they are thousands."""
         metrics = self.engine.engine.metrics
         ttft, total, tpot = (
@@ -255,7 +255,7 @@ class _Loaded:
         sent = replace(metrics, ttft=ttft, total=total, tpot=tpot)
         # Rows for a full pass, and as many that wait.
         capacity = 2 * self.policy.plan.max_sequences
-        report = Report(done, unchanged, capacity, sent, fallbacks=list(self.policy.applied))
+        report = WorkReport(done, unchanged, capacity, sent, fallbacks=list(self.policy.applied))
         if (cache := self.engine.streamed.experts.cache) is not None:
             report.hits, report.wanted = cache.counts.hits, cache.counts.wanted
         return report
@@ -315,7 +315,7 @@ class Worker:
         engine, rate = model.engine, chosen.prediction.generated_tok_s
         return LoadReport(seconds, engine.key_offsets, engine.loss, rate, model.longest)
 
-    def work(self, facts: JobFacts, rows: Items[LeasedRow], dropped: Collection[int], last: bool) -> Report:
+    def work(self, facts: JobFacts, rows: Items[LeasedRow], dropped: Collection[int], last: bool) -> WorkReport:
         """Computes for a while. `dropped` rows need no answer any more; `last`: there are no other rows to lease."""
         assert self._loaded is not None
         loaded, job, begun = self._loaded, self._job_of(facts, self._loaded), time.perf_counter()

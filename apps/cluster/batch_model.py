@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..settings.errors import BadArgument, DoesNotFit
+from ...runtime.api.face import BadArgument, DoesNotFit
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from .llm import LLM
+    from ... import LLM
 
     # Columns of a batch by name; `map_batches` gives and takes them.
     Batch = dict[str, NDArray[np.generic]]
@@ -43,11 +43,10 @@ class BatchModel:
         options: Mapping[str, Any] | None = None,
     ) -> None:
         """`sampling` are fields of SamplingParams, `options` those of LLM. Raises as LLM does."""
-        from ..settings.process import settle
+        from ...runtime.api.face import settle
 
         settle()
-        from .llm import LLM
-        from .sampling_params import SamplingParams
+        from ... import LLM, SamplingParams
 
         self._column = column
         self._params = None if sampling is None else SamplingParams(**sampling)
@@ -86,7 +85,7 @@ class BatchModel:
         this machine's CPUs divided by `concurrency`, less one for reading and writing. `options` are those of LLM; say
         `ram` where several actors share a machine. Raises DoesNotFit, BadArgument.
         """
-        from .plan_report import plan
+        from ... import plan
 
         known = {name: value for name, value in options.items() if name not in _NOT_OF_PLANS}
         report = plan(model, **known)

@@ -12,13 +12,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from ...offload.errors import MoedgeError
-from ..jobs.folder import JobFolder
-from ..jobs.stop import memory_kills
-from ..settings.process import settle
+from ... import MoedgeError
+from ...runtime.api.face import JobFolder, memory_kills, settle
 
 if TYPE_CHECKING:
-    from .worker import Worker, WorkerInfo
+    from ...runtime.api.face import Worker, WorkerInfo
 
 
 def _read_only(values: dict[Any, Any]) -> MappingProxyType[Any, Any]:
@@ -53,7 +51,7 @@ class WorkerActor:
 
     def call(self, method: str, *arguments: Any) -> Any:
         """What a method of the worker returns, or Refused; any other error is one of the process."""
-        from .worker import Worker
+        from ...runtime.api.face import Worker
 
         try:
             if self._worker is None:

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from moedge.runtime.cluster.leases import LeaseTable
+from moedge.apps.cluster.leases import LeaseTable
 
 
 class Leases(RuleBasedStateMachine):

@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from moedge.runtime.cluster import address
+from moedge.apps.cluster import address
 from moedge.runtime.settings.errors import ClusterFailed, MissingExtra
 
 

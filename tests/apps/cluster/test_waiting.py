@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from moedge.runtime.cluster import workers as clusters
-from moedge.runtime.cluster.job import Cluster
-from moedge.runtime.cluster.worker import WorkerInfo
-from moedge.runtime.cluster.workers import ClusterSize, Workers
+from moedge.apps.cluster import workers as clusters
+from moedge.apps.cluster.job import Cluster
+from moedge.apps.cluster.workers import ClusterSize, Workers
+from moedge.runtime.jobs.worker import WorkerInfo
 from moedge.runtime.settings.stages import Advance, Stage, watching
 
 INFO = WorkerInfo("host:1", 1, "/nowhere", 0)

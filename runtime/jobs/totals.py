@@ -8,7 +8,20 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from ..engine.engine import Metrics, quantiles
-from ..jobs.summary import KV, Experts, Latency, Memory, Percentiles, Predicted, RunSummary, Throughput, Utilisation
+from .journal.state import Counts
+from .summary import (
+    KV,
+    Experts,
+    Latency,
+    Memory,
+    Percentiles,
+    Predicted,
+    RunSummary,
+    Seconds,
+    Throughput,
+    Utilisation,
+    summarise_rows,
+)
 
 
 def sum_metrics(each: Iterable[Metrics], sequences: bool) -> Metrics:
@@ -37,15 +50,18 @@ def of_the_dead(summary: RunSummary) -> RunSummary:
     return replace(summary, memory=Memory(), kv=KV(), experts=experts, predicted=Predicted())
 
 
-def add_up(summaries: Sequence[RunSummary], metrics: Metrics, seconds: float | None) -> RunSummary:
-    """The summary of all workers, of which there is at least one. Plan and formats are the last one's.
+def merge_summaries(summaries: Sequence[RunSummary], metrics: Metrics, counts: Counts, seconds: Seconds) -> RunSummary:
+    """The summary of a job by those of its workers, whose plan and formats are the last one's. `metrics` are of all.
 
     Bytes, budgets, peaks, stalls and counts are sums; shares of links and rates of experts are left out.
     """
-    total: RunSummary = _added(summaries)
-    total.throughput = Throughput()
-    if seconds:
-        total.throughput = Throughput(metrics.prompt_tokens / seconds, metrics.generated_tokens / seconds)
+    total = replace(summarise_rows(counts), seconds=seconds)
+    if not summaries:
+        return total
+    added: RunSummary = _added(summaries)
+    total = replace(added, rows=total.rows, tokens=total.tokens, seconds=seconds, throughput=Throughput())
+    if took := seconds.generate:
+        total.throughput = Throughput(metrics.prompt_tokens / took, metrics.generated_tokens / took)
     total.latency = Latency(*(Percentiles(*(quantiles(each) or ())) for each in _latencies(metrics)))
     if metrics.passes:
         total.passes.tokens_mean = metrics.pass_tokens / metrics.passes

@@ -10,7 +10,7 @@ import sys
 import threading
 from typing import Any
 
-from ..settings.errors import ClusterFailed, MissingExtra
+from ...runtime.api.face import ClusterFailed, MissingExtra
 
 LOCAL, AUTO = "local", "auto"
 # Until somebody at an address accepts a connection, and until a cluster has answered.
