@@ -34,7 +34,9 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"{__name__} has no {name!r}")
-    return getattr(import_module(_MODULES[name], __package__), name)
+if not TYPE_CHECKING:
+    # To type checkers a module with this function has every name.
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(_MODULES[name], __package__), name)

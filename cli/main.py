@@ -31,7 +31,6 @@ from .options.signals import Stopped, StopSignals
 from .plan import plan
 from .prepare import prepare
 from .run import run
-from .serve import serve
 
 
 def _add(name: str, application_name: str, function: str, cls: type[ConfiguredCommand] | None) -> None:
@@ -51,7 +50,7 @@ app = typer.Typer(
 app.command(cls=ConfiguredCommand)(batch)
 app.command(cls=ConfiguredCommand)(docs)
 app.command(cls=ConfiguredCommand)(run)
-app.command(cls=ConfiguredCommand)(serve)
+_add("serve", "serve", "serve", ConfiguredCommand)
 app.command(cls=ConfiguredCommand)(prepare)
 app.command(cls=ConfiguredCommand)(plan)
 _add("doctor", "doctor", "doctor", ConfiguredCommand)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ...offload.atomic_file import own_name, write_atomically
-    from ...offload.budget import GIB, auto_host, gib
+    from ...offload.budget import GIB, auto_host, gib, parse_size
     from ...offload.device import Device, find_device
-    from ...offload.errors import ExitCode
+    from ...offload.errors import ExitCode, is_exhausted
     from ...offload.machine.hardware import (
         Driver,
         GpuState,
@@ -24,26 +24,29 @@ if TYPE_CHECKING:
         shows_gpu,
     )
     from ...offload.machine.profile import SCHEMA, Disk, FlopRates, Link, Machine, PinLimit, saved_path
-    from ...offload.memory import MemoryGroup, host_available, host_total, memory_groups
+    from ...offload.memory import Heap, MemoryGroup, host_available, host_total, memory_groups
     from ...offload.store.stores import default_root, disk_of, stores
     from ...quant.formats.format import QUANT_FORMATS
     from ..calibration.machine_profile import machine_profile, measure_cache_reads, saved_profile
     from ..documents.status import DocumentsJob, find_documents
     from ..documents.table import MOST_LACKING
-    from ..engine.engine import Metrics
-    from ..jobs.folder import JobFolder
+    from ..engine.engine import Engine, Metrics
+    from ..jobs.folder import JobFolder, JobLock
     from ..jobs.job import Measured, Planned, Running
     from ..jobs.journal.journal import Journal, read_answer
     from ..jobs.journal.run_log import LoggedRun, read_runs
     from ..jobs.journal.state import Counts, JobState, Suspicion
     from ..jobs.outputs import OutputPaths
-    from ..jobs.run import RowFeed, RowSource, failed_row
-    from ..jobs.session import JobSession
-    from ..jobs.status import JobStatus, find_job
+    from ..jobs.request import BatchRequest
+    from ..jobs.row_reader import RowReader
+    from ..jobs.run import OpenRow, RowFeed, RowSource, failed_row
+    from ..jobs.session import CANCELLED, Checked, JobSession
+    from ..jobs.status import WINDOW, JobPhase, JobStatus, cancel, export_now, find_job, openai_batch
     from ..jobs.stop import memory_kills
     from ..jobs.summary import RunSummary, Seconds, WorkerRun
     from ..jobs.totals import merge_summaries, of_the_dead, sum_metrics, with_sequences
     from ..jobs.worker import SAME, JobFacts, LeasedRow, LoadOrder, LoadReport, Worker, WorkerInfo, WorkReport
+    from ..loading.engine_loader import LoadedModel
     from ..loading.kernels_here import bitsandbytes_speed, cpu_kernels, gpu_kernels, product_error
     from ..plan.fallback import Fallback, FallbackPolicy
     from ..plan.history import RunRecord, last_runs
@@ -51,40 +54,55 @@ if TYPE_CHECKING:
     from ..plan.placement import Workload
     from ..plan.planner import PlanResult, reads_integers
     from ..rows.answer_formats import Answers
-    from ..rows.failure import ErrorCode, RowFailure
+    from ..rows.failure import ErrorCode, InvalidRow, RowFailure
     from ..rows.fields import MAX_STOP
-    from ..rows.row import Row
+    from ..rows.row import Endpoint, Row
+    from ..rows.strict_json import parse_object
     from ..settings.computing import TorchBuild, dotted, find_torch, unusable_torch
     from ..settings.errors import (
         BadArgument,
         ClusterFailed,
         DoesNotFit,
+        ExportFailed,
+        InputRefused,
+        JournalFailed,
+        MemoryGaveOut,
         MissingExtra,
         PromptError,
         SettingError,
+        Stalled,
+        TokenizerError,
         counted,
     )
     from ..settings.formatting import duration, escape_controls, formats_line, short_duration
     from ..settings.option import Option, Takes
-    from ..settings.options import EngineOptions, LLMOptions, SeedOptions, StoreFolder, StreamingOptions
+    from ..settings.options import AnswerLength, EngineOptions, LLMOptions, SeedOptions, StoreFolder, StreamingOptions
     from ..settings.process import settle
     from ..settings.stages import stage, watching
     from ..source.model_source import open_source
     from ..text.confinement import lacking
     from ..weights.key_offsets import KeyOffsets
+    from .batch import batch_request
+    from .model import OpenModel
 
 _MODULES = {
     # Jobs as they are on disk.
     "Counts": "..jobs.journal.state",
     "DocumentsJob": "..documents.status",
     "JobFolder": "..jobs.folder",
+    "JobLock": "..jobs.folder",
+    "JobPhase": "..jobs.status",
     "JobState": "..jobs.journal.state",
     "JobStatus": "..jobs.status",
     "LoggedRun": "..jobs.journal.run_log",
     "MOST_LACKING": "..documents.table",
     "OutputPaths": "..jobs.outputs",
+    "WINDOW": "..jobs.status",
+    "cancel": "..jobs.status",
+    "export_now": "..jobs.status",
     "find_documents": "..documents.status",
     "find_job": "..jobs.status",
+    "openai_batch": "..jobs.status",
     "read_answer": "..jobs.journal.journal",
     "read_runs": "..jobs.journal.run_log",
     # The machine: what it has, what is free, and what was measured of it.
@@ -131,6 +149,7 @@ _MODULES = {
     "last_runs": "..plan.history",
     "stores": "...offload.store.stores",
     # Options of commands, as every command declares them.
+    "AnswerLength": "..settings.options",
     "EngineOptions": "..settings.options",
     "LLMOptions": "..settings.options",
     "Option": "..settings.option",
@@ -138,14 +157,22 @@ _MODULES = {
     "StoreFolder": "..settings.options",
     "StreamingOptions": "..settings.options",
     "Takes": "..settings.option",
+    "parse_size": "...offload.budget",
     # Errors and exit codes.
     "BadArgument": "..settings.errors",
     "ClusterFailed": "..settings.errors",
     "DoesNotFit": "..settings.errors",
     "ExitCode": "...offload.errors",
+    "ExportFailed": "..settings.errors",
+    "InputRefused": "..settings.errors",
+    "JournalFailed": "..settings.errors",
+    "MemoryGaveOut": "..settings.errors",
     "MissingExtra": "..settings.errors",
     "PromptError": "..settings.errors",
     "SettingError": "..settings.errors",
+    "Stalled": "..settings.errors",
+    "TokenizerError": "..settings.errors",
+    "is_exhausted": "...offload.errors",
     # Words and numbers as the command line writes them.
     "GIB": "...offload.budget",
     "counted": "..settings.errors",
@@ -161,6 +188,9 @@ _MODULES = {
     "watching": "..settings.stages",
     # A job, by its states: rows to take, answers to give, rows to add.
     "Answers": "..rows.answer_formats",
+    "BatchRequest": "..jobs.request",
+    "CANCELLED": "..jobs.session",
+    "Checked": "..jobs.session",
     "ErrorCode": "..rows.failure",
     "JobSession": "..jobs.session",
     "Journal": "..jobs.journal.journal",
@@ -175,7 +205,18 @@ _MODULES = {
     "Running": "..jobs.job",
     "Suspicion": "..jobs.journal.state",
     "Workload": "..plan.placement",
+    "batch_request": ".batch",
     "failed_row": "..jobs.run",
+    # A loaded model: sequences to add, step and abort; rows to open and their answers.
+    "Endpoint": "..rows.row",
+    "Engine": "..engine.engine",
+    "Heap": "...offload.memory",
+    "InvalidRow": "..rows.failure",
+    "LoadedModel": "..loading.engine_loader",
+    "OpenModel": ".model",
+    "OpenRow": "..jobs.run",
+    "RowReader": "..jobs.row_reader",
+    "parse_object": "..rows.strict_json",
     # A worker: an engine elsewhere, which computes rows that a job leases to it.
     "JobFacts": "..jobs.worker",
     "LeasedRow": "..jobs.worker",
@@ -205,8 +246,12 @@ _MODULES = {
 }
 
 __all__ = [
+    "AnswerLength",
     "Answers",
     "BadArgument",
+    "BatchRequest",
+    "CANCELLED",
+    "Checked",
     "ClusterFailed",
     "Counts",
     "Device",
@@ -214,34 +259,47 @@ __all__ = [
     "DocumentsJob",
     "DoesNotFit",
     "Driver",
+    "Endpoint",
+    "Engine",
     "EngineOptions",
     "ErrorCode",
     "ExitCode",
+    "ExportFailed",
     "Fallback",
     "FallbackPolicy",
     "FlopRates",
     "GIB",
     "GpuState",
+    "Heap",
+    "InputRefused",
+    "InvalidRow",
     "JobFacts",
     "JobFolder",
+    "JobLock",
+    "JobPhase",
     "JobSession",
     "JobState",
     "JobStatus",
     "Journal",
+    "JournalFailed",
     "KeyOffsets",
     "LLMOptions",
     "LeasedRow",
     "Link",
     "LoadOrder",
     "LoadReport",
+    "LoadedModel",
     "LoggedRun",
     "MAX_STOP",
     "MOST_LACKING",
     "Machine",
     "Measured",
+    "MemoryGaveOut",
     "MemoryGroup",
     "Metrics",
     "MissingExtra",
+    "OpenModel",
+    "OpenRow",
     "Option",
     "OutputPaths",
     "PcieLink",
@@ -253,6 +311,7 @@ __all__ = [
     "Row",
     "RowFailure",
     "RowFeed",
+    "RowReader",
     "RowSource",
     "RunRecord",
     "RunSummary",
@@ -262,19 +321,24 @@ __all__ = [
     "Seconds",
     "SeedOptions",
     "SettingError",
+    "Stalled",
     "StoreFolder",
     "StreamingOptions",
     "Suspicion",
     "Takes",
     "TierLedger",
+    "TokenizerError",
     "TorchBuild",
+    "WINDOW",
     "WorkReport",
     "Worker",
     "WorkerInfo",
     "WorkerRun",
     "Workload",
     "auto_host",
+    "batch_request",
     "bitsandbytes_speed",
+    "cancel",
     "counted",
     "cpu_kernels",
     "default_root",
@@ -282,6 +346,7 @@ __all__ = [
     "dotted",
     "duration",
     "escape_controls",
+    "export_now",
     "failed_row",
     "find_device",
     "find_documents",
@@ -294,6 +359,7 @@ __all__ = [
     "gpu_kernels",
     "host_available",
     "host_total",
+    "is_exhausted",
     "lacking",
     "last_runs",
     "machine_profile",
@@ -304,7 +370,10 @@ __all__ = [
     "nearest_existing",
     "of_the_dead",
     "open_source",
+    "openai_batch",
     "own_name",
+    "parse_object",
+    "parse_size",
     "product_error",
     "read_answer",
     "read_runs",
@@ -324,8 +393,10 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Imports what was asked for: most of it needs no torch."""
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name], __package__), name)
+if not TYPE_CHECKING:
+    # To type checkers a module with this function has every name.
+    def __getattr__(name: str) -> Any:
+        """Imports what was asked for: most of it needs no torch."""
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(_MODULES[name], __package__), name)

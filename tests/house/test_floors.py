@@ -25,7 +25,7 @@ RUNTIME = [
     {"jobs"},
     {"documents"},
     {"api"},
-    {"serve", "evaluation"},
+    {"evaluation"},
 ]
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60

@@ -17,7 +17,7 @@ TESTS = {
     "jobs": "tests/runtime/jobs/test_crash_points.py",
     "documents": "tests/runtime/documents/test_failing_calls.py",
     "preparations": "tests/offload/store/test_crash.py",
-    "a server's files and batches": "tests/runtime/serve/test_storage.py",
+    "a server's files and batches": "tests/apps/serve/test_storage.py",
     "tokenizers and other small files": "tests/hostile/test_small_files.py",
 }
 

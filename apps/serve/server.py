@@ -16,8 +16,7 @@ from typing import Any
 import uvicorn
 from platformdirs import user_state_path
 
-from ..jobs.folder import JobFolder, JobLock
-from ..settings.errors import BadArgument
+from ...runtime.api.face import BadArgument, JobFolder, JobLock
 from .app import Service, make_app
 from .batches import BatchQueue, BatchSettings
 from .engine_thread import EngineThread

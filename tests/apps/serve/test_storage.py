@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from moedge.apps.serve.app import Service, make_app
+from moedge.apps.serve.batches import BatchQueue, BatchSettings
+from moedge.apps.serve.files import FileStore
+from moedge.apps.serve.limits import Limits
+from moedge.apps.serve.server import _most_connections
 from moedge.offload.errors import ExitCode, exit_code_of
-from moedge.runtime.serve.app import Service, make_app
-from moedge.runtime.serve.batches import BatchQueue, BatchSettings
-from moedge.runtime.serve.files import FileStore
-from moedge.runtime.serve.limits import Limits
-from moedge.runtime.serve.server import _most_connections
 
 BATCH = {"endpoint": "/v1/completions", "completion_window": "24h"}
 
@@ -142,7 +142,7 @@ def test_j6_a_batch_that_runs_out_of_something_is_left_to_be_resumed(
     def fails(*arguments: Any) -> Any:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("moedge.runtime.serve.batches._BatchRun.run", fails)
+    monkeypatch.setattr("moedge.apps.serve.batches._BatchRun.run", fails)
     monkeypatch.setattr(server.batches, "_request", lambda batch: None)
     server.batches.died = died.append
     server.engine.ready.set_result(None)

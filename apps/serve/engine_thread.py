@@ -14,11 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ...offload.memory import Heap
-from ..api.model import OpenModel
-from ..engine.engine import Engine, Metrics
-from ..jobs.job import Planned, Running
-from ..loading.engine_loader import LoadedModel
+from ...runtime.api.face import Engine, Heap, LoadedModel, Metrics, OpenModel, Planned, Running
 from .errors import ApiError
 from .live import LiveRequest
 
@@ -168,7 +164,7 @@ class EngineThread:
         self._live += [request for request in arrived if _joins(request, engine)]
         if gone := {request for request in self._live if request.cancelled}:
             dropped = {sequence for request in gone for sequence in request.opened.sequences}
-            engine.scheduler.abort(lambda sequence: sequence in dropped)
+            engine.abort(lambda sequence: sequence in dropped)
             self._live = [request for request in self._live if request not in gone]
         return True
 
@@ -191,12 +187,12 @@ class EngineThread:
             job.ended.set_exception(error)
             if self.broken:
                 raise
-            engine.scheduler.abort(lambda sequence: not sequence.interactive)
+            engine.abort(lambda sequence: not sequence.interactive)
 
     def _end_job(self, engine: Engine) -> None:
         self._job = None
         # A job that a limit stopped leaves sequences behind.
-        engine.scheduler.abort(lambda sequence: not sequence.interactive)
+        engine.abort(lambda sequence: not sequence.interactive)
 
     def _leave(self, error: BaseException | None) -> None:
         """Everyone who waits gets an answer."""
@@ -235,5 +231,5 @@ def _ends(request: LiveRequest, engine: Engine) -> bool:
     except Exception as error:
         traceback.print_exc()
         request.fail(ApiError(500, f"internal error: {type(error).__name__}", code="internal_error"))
-        engine.scheduler.abort(lambda sequence: sequence in request.opened.sequences)
+        engine.abort(lambda sequence: sequence in request.opened.sequences)
         return True

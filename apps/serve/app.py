@@ -14,11 +14,7 @@ from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Res
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from ...offload.errors import is_exhausted
-from ..loading.engine_loader import LoadedModel
-from ..rows.failure import InvalidRow
-from ..rows.row import Endpoint
-from ..rows.strict_json import parse_object
+from ...runtime.api.face import Endpoint, InvalidRow, LoadedModel, is_exhausted, parse_object
 from .batches import BatchQueue
 from .engine_thread import EngineThread
 from .errors import ApiError, not_found, of_failure, refused

@@ -6,9 +6,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Unpack
 
-from ..runtime.settings.option import Option, Takes
-from ..runtime.settings.options import AnswerLength, EngineOptions, SeedOptions, StreamingOptions
-from .options import options
+from ...cli.face import MODEL, command, say, say_device
+from ...runtime.api.face import AnswerLength, EngineOptions, Option, SeedOptions, StreamingOptions, Takes
 
 _PACKAGES = ("fastapi", "uvicorn", "python_multipart")
 
@@ -37,37 +36,35 @@ class ServeCommand(EngineOptions, StreamingOptions, AnswerLength, SeedOptions, t
     ]
 
 
-@options.command(ServeCommand, max_tokens={"default": 512})
-def serve(model: options.MODEL, **given: Unpack[ServeCommand]) -> None:
+@command(ServeCommand, max_tokens={"default": 512})
+def serve(model: MODEL, **given: Unpack[ServeCommand]) -> None:
     """Answer OpenAI's API: files, batches, chats and completions, on one engine.
 
     Code for the hosted API works with its `base_url` set to http://127.0.0.1:8000/v1. A batch is a job: it survives a
     kill of the server, which resumes it. Ctrl-C stops after the current pass.
     """
-    from ..runtime.settings.errors import MissingExtra
+    from ...runtime.api.face import MissingExtra
 
     if [name for name in _PACKAGES if find_spec(name) is None]:
         raise MissingExtra("moedge serve needs FastAPI, uvicorn and python-multipart", "serve")
-    options.say_device(given["gpu_mem"])
+    say_device(given["gpu_mem"])
     _serve(model, given)
 
 
 def _serve(model: str, given: ServeCommand) -> None:
     from rich.console import Console
 
-    from ..offload.budget import parse_size
-    from ..runtime.serve.listener import refuse_taken
-    from ..runtime.settings.stages import stage, watching
-    from ..runtime.source.model_source import open_source
-    from .views.progress import stages_on
+    from ...cli.face import stages_on
+    from ...runtime.api.face import open_source, parse_size, stage, watching
+    from .listener import refuse_taken
 
     with watching(stages_on(Console(stderr=True, highlight=False))):
         with open_source(model):
             # A model, or an address, that is refused is refused before torch is imported.
             refuse_taken(given["host"], given["port"])
         with stage("importing torch"):
-            from ..runtime.serve.limits import Limits
-            from ..runtime.serve.server import ServerSettings, serve
+            from .limits import Limits
+            from .server import ServerSettings, serve
         limits = Limits(upload_nbytes=parse_size(given["max_upload"], 1 << 62, 1 << 62))
         settings = ServerSettings(
             model,
@@ -80,4 +77,4 @@ def _serve(model: str, given: ServeCommand) -> None:
             options=given,
             limits=limits,
         )
-        serve(settings, options.say)
+        serve(settings, say)

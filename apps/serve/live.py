@@ -6,22 +6,20 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from ..engine.sequence import Sequence
-from ..jobs.encode import Choices, RowEncoder
-from ..jobs.run import AnswerText, OpenRow, completion_of, failure_of
-from ..loading.engine_loader import LoadedModel
-from ..rows.answer_formats import openai_answer
-from ..rows.failure import InvalidRow, RowFailure
-from ..rows.row import Defaults, Endpoint, Row
-from ..rows.row_formats import RowBuilder, RowPosition
-from ..rows.strict_json import parse_object
-from ..sampling.model_defaults import model_defaults
-from ..sampling.params import FinishReason
-from ..settings.errors import TokenizerError
-from ..text.stream import TextStream
+from ...runtime.api.face import (
+    Endpoint,
+    InvalidRow,
+    LoadedModel,
+    OpenRow,
+    Row,
+    RowFailure,
+    RowReader,
+    TokenizerError,
+    parse_object,
+)
 from .errors import ApiError, of_failure, refused
 from .files import new_id
 
@@ -43,7 +41,6 @@ class Finished:
 
 
 Event = Piece | Finished | ApiError
-TokenText = Callable[[int], tuple[str, bytes]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +54,18 @@ class Wanted:
 class LiveRequest:
     """`advance` runs on the engine's thread; `cancel` may be called from any."""
 
-    def __init__(self, row: Row, opened: OpenRow, wanted: Wanted, model: str, token_text: TokenText) -> None:
-        self.row = row
+    def __init__(self, opened: OpenRow, wanted: Wanted, model: str, reader: RowReader) -> None:
+        self.row = opened.row
         self.opened = opened
         self.wanted = wanted
         self.model = model
         self.created = int(time.time())
         self.cancelled = False
         self.emit: Callable[[Event], None] = lambda event: None
-        self._token_text = token_text
+        self._reader = reader
         self._ended: set[int] = set()
         # Calls of functions are found in the whole text.
-        self._in_pieces = wanted.stream and not row.tools
+        self._in_pieces = wanted.stream and not self.row.tools
 
     def cancel(self) -> None:
         """Nobody waits any more; its sequences are dropped before the next pass."""
@@ -79,33 +76,22 @@ class LiveRequest:
 
     def advance(self) -> bool:
         """Emits what the last pass brought; returns whether the answer is complete."""
-        for index, (sequence, text) in enumerate(zip(self.opened.sequences, self.opened.texts, strict=True)):
+        for index, sequence in enumerate(self.opened.sequences):
             if index not in self._ended:
-                self._advance(index, sequence, text)
+                self._advance(index, sequence.finished)
         if len(self._ended) < len(self.opened.sequences):
             return False
-        self.emit(self._end())
+        found = self._reader.answer(self.opened, self.created)
+        self.emit(of_failure(found) if isinstance(found, RowFailure) else Finished(found))
         return True
 
-    def _advance(self, index: int, sequence: Sequence, text: AnswerText) -> None:
-        if sequence.finished:
-            text.finish()
+    def _advance(self, index: int, finished: bool) -> None:
+        if finished:
             self._ended.add(index)
         if self._in_pieces:
-            reasoning, content = ("", text.take()) if isinstance(text, TextStream) else text.take_parts()
+            reasoning, content = self.opened.take(index)
             if reasoning or content:
                 self.emit(Piece(index, reasoning, content))
-
-    def _end(self) -> Event:
-        sequences, row = self.opened.sequences, self.row
-        broken = next((each for each in sequences if each.finish_reason is FinishReason.ERROR), None)
-        if broken is not None:
-            return of_failure(failure_of(broken, row))
-        completions = [completion_of(row, each, text) for each, text in zip(sequences, self.opened.texts, strict=True)]
-        answer = openai_answer(row, completions, self.model, self.created, self._token_text)
-        body = answer["response"]["body"]
-        body["usage"]["prompt_tokens_details"] = {"cached_tokens": self.opened.cached_tokens}
-        return Finished(body)
 
 
 class RequestReader:
@@ -113,14 +99,10 @@ class RequestReader:
 
     def __init__(self, loaded: LoadedModel, model: str, max_tokens: int, seed: int) -> None:
         """`max_tokens` and `seed` are for requests that do not say; `model` is the name that answers carry."""
-        shape, tokenizer = loaded.source.shape, loaded.tokenizer
         self._model = model
         self._max_tokens = max_tokens
-        self._longest = loaded.longest
         self._lock = threading.Lock()
-        self._tokenizer = tokenizer
-        self._encoder = RowEncoder(tokenizer, shape.vocab, shape.context, loaded.longest, most=loaded.longest)
-        self._builder = RowBuilder(Defaults(seed=seed, **model_defaults(loaded.source.folder).values))
+        self._reader = RowReader(loaded, model, seed)
 
     def open(self, data: bytes, endpoint: Endpoint) -> LiveRequest:
         """Raises ApiError."""
@@ -130,31 +112,24 @@ class RequestReader:
             row = self._row(body, endpoint)
         except InvalidRow as error:
             raise of_failure(error.failure) from None
+        most = None if _says_how_long(body) else self._max_tokens
         with self._lock:
             try:
-                choices = self._encoder.encode(row)
+                opened = self._reader.open(row, most)
             except TokenizerError as error:
                 # Of a text on which the tokenizer works too long; the model has answered others.
                 raise refused(str(error), "prompt") from None
-            if isinstance(choices, RowFailure):
-                raise of_failure(choices)
-            if not _says_how_long(body):
-                choices = self._as_long_as_fits(choices, row)
-            opened = OpenRow.start(row, choices, self._encoder)
+        if isinstance(opened, RowFailure):
+            raise of_failure(opened)
         for sequence in opened.sequences:
             sequence.interactive = True
-        return LiveRequest(row, opened, wanted, self._model, self._tokenizer.token_text)
+        return LiveRequest(opened, wanted, self._model, self._reader)
 
     def _row(self, body: Mapping[str, Any], endpoint: Endpoint) -> Row:
         fields = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
         if not _says_how_long(body):
             fields["max_tokens"] = max(1, fields["min_tokens"]) if type(fields.get("min_tokens")) is int else 1
-        return self._builder.build(fields, endpoint, RowPosition(0, 1, new_id("")))
-
-    def _as_long_as_fits(self, choices: Choices, row: Row) -> Choices:
-        longest = max(len(token_ids) for token_ids, _ in choices)
-        most = max(row.params.max_tokens, min(self._max_tokens, self._longest - longest))
-        return [(token_ids, replace(params, max_tokens=most)) for token_ids, params in choices]
+        return self._reader.row(fields, endpoint, new_id(""))
 
 
 def _says_how_long(body: Mapping[str, Any]) -> bool:

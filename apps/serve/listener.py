@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..settings.errors import BadArgument
+from ...runtime.api.face import BadArgument
 
 
 def listen(host: str, port: int) -> socket.socket:

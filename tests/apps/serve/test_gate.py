@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import uvicorn
 
-from moedge.runtime.serve.errors import ApiError
-from moedge.runtime.serve.gate import Gate, RequestRates, bounded_protocol
-from moedge.runtime.serve.limits import Limits
-from moedge.runtime.serve.server import ServerSettings
+from moedge.apps.serve.errors import ApiError
+from moedge.apps.serve.gate import Gate, RequestRates, bounded_protocol
+from moedge.apps.serve.limits import Limits
+from moedge.apps.serve.server import ServerSettings
 from moedge.runtime.settings.errors import BadArgument
 
 PATIENT = Limits(upload_nbytes=1 << 20, body_nbytes=1000, requests=3)

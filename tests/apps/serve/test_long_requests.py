@@ -10,8 +10,8 @@ import openai
 import pytest
 from openai import OpenAI
 
-from moedge.runtime.serve.limits import Limits
-from moedge.runtime.serve.server import ServerSettings, open_server
+from moedge.apps.serve.limits import Limits
+from moedge.apps.serve.server import ServerSettings, open_server
 
 from .conftest import ENGINE
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moedge.cli import serve as command
+from moedge.apps.serve import command
 from moedge.runtime.settings.errors import install_line
 
 Cli = Callable[..., int]
@@ -62,7 +62,7 @@ SERVE: dict[str, tuple[str | None, Callable[[Any], object], object]] = {
 def test_the_server_gets_what_was_typed(
     flag: str, checkpoint: Callable[[str], Path], cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from moedge.runtime.serve import listener, server
+    from moedge.apps.serve import listener, server
 
     seen: list[Any] = []
     monkeypatch.setattr(listener, "refuse_taken", lambda host, port: None)
@@ -77,7 +77,7 @@ def test_the_server_gets_what_was_typed(
 def test_a_key_from_the_environment_is_not_printed(
     checkpoint: Callable[[str], Path], cli: Cli, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from moedge.runtime.serve import server
+    from moedge.apps.serve import server
 
     seen: list[Any] = []
     monkeypatch.setattr(server, "serve", lambda settings, say: seen.append(settings))

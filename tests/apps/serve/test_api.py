@@ -9,8 +9,8 @@ import openai
 import pytest
 from openai import OpenAI
 
+from moedge.apps.serve.server import RunningServer
 from moedge.runtime.jobs.status import JobStatus, jobs
-from moedge.runtime.serve.server import RunningServer
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 QUESTION = [{"role": "user", "content": "Hello"}]

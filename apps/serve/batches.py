@@ -16,19 +16,35 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ...offload.atomic_file import write_atomically
-from ...offload.errors import MoedgeError, is_exhausted
-from ..api.batch import batch_request
-from ..jobs.folder import JobFolder
-from ..jobs.job import Measured, Running
-from ..jobs.journal.state import Counts
-from ..jobs.outputs import OutputPaths
-from ..jobs.request import BatchRequest
-from ..jobs.session import CANCELLED, Checked, JobSession
-from ..jobs.status import WINDOW, JobPhase, JobStatus, cancel, export_now, openai_batch
-from ..loading.engine_loader import LoadedModel
-from ..rows.row import Endpoint
-from ..settings.errors import ExportFailed, InputRefused, JournalFailed, MemoryGaveOut, Stalled, counted
+from ... import MoedgeError
+from ...runtime.api.face import (
+    CANCELLED,
+    WINDOW,
+    BatchRequest,
+    Checked,
+    Counts,
+    Endpoint,
+    ExportFailed,
+    InputRefused,
+    JobFolder,
+    JobPhase,
+    JobSession,
+    JobStatus,
+    JournalFailed,
+    LoadedModel,
+    Measured,
+    MemoryGaveOut,
+    OutputPaths,
+    Running,
+    Stalled,
+    batch_request,
+    cancel,
+    counted,
+    export_now,
+    is_exhausted,
+    openai_batch,
+    write_atomically,
+)
 from .engine_thread import EngineThread
 from .errors import ApiError, not_found, refused
 from .files import BATCH, FileStore, new_id, read_records
