@@ -17,16 +17,16 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .apps.documents.document import Document, UnreadDocument
+    from .apps.documents.iterate import iter_documents
+    from .apps.documents.run import run_documents
+    from .apps.documents.splitting import Chunk, split
     from .offload.errors import MoedgeError
     from .runtime.api.batch import run_batch
-    from .runtime.api.documents import run_documents
     from .runtime.api.llm import LLM
     from .runtime.api.outputs import CompletionOutput, Logprob, RequestOutput
     from .runtime.api.plan_report import PlanReport, plan
     from .runtime.api.sampling_params import SamplingParams
-    from .runtime.documents.document import Document, UnreadDocument
-    from .runtime.documents.iterate import iter_documents
-    from .runtime.documents.splitting import Chunk, split
     from .runtime.evaluation.check import CheckReport, check
 
     __version__: str
@@ -79,7 +79,12 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         value: Any = version("moedge")
     elif name in _MODULES:
-        value = getattr(import_module(_MODULES[name], __name__), name)
+        try:
+            value = getattr(import_module(_MODULES[name], __name__), name)
+        except ModuleNotFoundError as error:
+            if not (error.name or "").startswith(f"{__name__}.apps."):
+                raise
+            raise AttributeError(f"moedge.{name} is of the application {error.name}, which is left out here") from None
     else:
         raise AttributeError(f"module 'moedge' has no attribute {name!r}; it has {', '.join(__all__)}")
     globals()[name] = value

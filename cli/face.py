@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .options.configured_command import ConfiguredCommand
-    from .options.options import MODEL, command, say, say_device
+    from .options.options import MODEL, ViewOptions, command, say, say_device
     from .options.paths import own_file
+    from .options.signals import Stopped
+    from .views.job_view import JobView, prefix_cache, summary_table
     from .views.progress import stages_on
 
 _MODULES = {
@@ -20,17 +22,27 @@ _MODULES = {
     "say": ".options.options",
     "say_device": ".options.options",
     # What a person sees while it works.
+    "JobView": ".views.job_view",
+    "Stopped": ".options.signals",
+    "ViewOptions": ".options.options",
+    "prefix_cache": ".views.job_view",
     "stages_on": ".views.progress",
+    "summary_table": ".views.job_view",
 }
 
 __all__ = [
     "ConfiguredCommand",
+    "JobView",
     "MODEL",
+    "Stopped",
+    "ViewOptions",
     "command",
     "own_file",
+    "prefix_cache",
     "say",
     "say_device",
     "stages_on",
+    "summary_table",
 ]
 
 

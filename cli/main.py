@@ -22,7 +22,6 @@ from .batch import batch, demo
 from .bench import bench
 from .check import check
 from .config import app as config
-from .docs import docs
 from .jobs import app as jobs
 from .models import app as models
 from .options.configured_command import ConfiguredCommand
@@ -48,7 +47,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(cls=ConfiguredCommand)(batch)
-app.command(cls=ConfiguredCommand)(docs)
+_add("docs", "documents", "docs", ConfiguredCommand)
 app.command(cls=ConfiguredCommand)(run)
 _add("serve", "serve", "serve", ConfiguredCommand)
 app.command(cls=ConfiguredCommand)(prepare)

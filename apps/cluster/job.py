@@ -122,7 +122,7 @@ class Cluster:
             self.workers.start(self._facts(measured))
             self._wait("starting workers", lambda: self.chosen is not None, self.workers.without_space)
         assert self.chosen is not None
-        return measured.planned(self.chosen, workload)
+        return measured.planned(self.chosen, self.chosen.plan, workload)
 
     def load(self, planned: Planned) -> ClusterJob:
         """Returns when the first worker is ready; the others join when they are."""

@@ -23,11 +23,11 @@ OUTPUT = Annotated[
 
 def report(job: JOB, output: OUTPUT = None) -> None:
     """Write a page about a job of `moedge batch` or `moedge docs`: charts, failures, settings. It loads nothing."""
-    from ...runtime.api.face import find_documents, find_job, own_name, write_atomically
+    from ...runtime.api.face import find_job, find_rounds, own_name, write_atomically
     from .job_report import JobReport
     from .page import page
 
-    documents = find_documents(job)
+    documents = find_rounds(job)
     found = JobReport.of_batch(find_job(job)) if documents is None else JobReport.of_documents(documents)
     path = output or found.output.with_suffix(".report.html")
     own_file(path)

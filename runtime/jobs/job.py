@@ -12,7 +12,7 @@ import time
 from array import array
 from collections.abc import Collection, Generator, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 from ...offload.memory import Heap, host_resident
@@ -87,14 +87,17 @@ class Measured:
         """
         checked, workload, budgets = self.checked, expected or self.size.shape(), self.checked.request.budgets
         if (given := checked.given) is not None:
-            return self.planned(replace(given.chosen, plan=given.policy.plan), workload, given.memory)
+            return self.planned(given.chosen, given.policy.plan, workload, given.memory)
         memory, chosen = plan_model(checked.source, checked.claim.settings, budgets, workload, checked.request.plan)
         return Planned(self, workload, memory, chosen, checked.claim.begin(chosen.plan))
 
-    def planned(self, chosen: PlanResult, workload: Workload, memory: MachineMemory | None = None) -> Planned:
+    def planned(
+        self, chosen: PlanResult, plan: Plan, workload: Workload, memory: MachineMemory | None = None
+    ) -> Planned:
         """The job begins by a plan that was made before, or elsewhere, then without the `memory` of this machine."""
-        plan, memory = chosen.plan, memory or MachineMemory(chosen.plan.budget)
-        return Planned(self, workload, memory, with_workload(chosen, plan, workload), self.checked.claim.begin(plan))
+        chosen = with_workload(chosen, plan, workload)
+        memory = memory or MachineMemory(chosen.plan.budget)
+        return Planned(self, workload, memory, chosen, self.checked.claim.begin(chosen.plan))
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ CONTROL_FLOW = {
     "DamagedZstd": "runtime/rows/reader.py and runtime/rows/tables.py, which say it of the file",
     "FormatError": "runtime/kv/spec.py and runtime/weights/preparation.py, which know the setting or the checkpoint",
     "InvalidRow": "runtime/rows/reader.py, which makes a RowFailure of it",
-    "ReadFailure": "runtime/documents/iterate.py, which makes an UnreadDocument of it",
+    "ReadFailure": "apps/documents/iterate.py, which makes an UnreadDocument of it",
     "_Refused": "runtime/rows/tables.py itself, which makes InputRefused of it",
     "Stopped": "cli/views/job_view.py, which ends with the code of the signal",
 }

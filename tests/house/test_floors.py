@@ -14,7 +14,7 @@ FLOORS = {"quant": 1, "offload": 1, "moe": 2, "runtime": 3, "cli": 4, "apps": 5,
 RUNTIME = [
     {"settings"},
     {"text", "shape"},
-    {"sampling", "kv", "documents.readers"},
+    {"sampling", "kv"},
     {"rows"},
     {"engine", "jobs.journal", "attention.kernels"},
     {"attention", "model.recurrent"},
@@ -23,7 +23,6 @@ RUNTIME = [
     {"loading"},
     {"calibration"},
     {"jobs"},
-    {"documents"},
     {"api"},
     {"evaluation"},
 ]

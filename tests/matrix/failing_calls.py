@@ -15,7 +15,7 @@ from matrix.state import ROOT, Part
 
 TESTS = {
     "jobs": "tests/runtime/jobs/test_crash_points.py",
-    "documents": "tests/runtime/documents/test_failing_calls.py",
+    "documents": "tests/apps/documents/test_failing_calls.py",
     "preparations": "tests/offload/store/test_crash.py",
     "a server's files and batches": "tests/apps/serve/test_storage.py",
     "tokenizers and other small files": "tests/hostile/test_small_files.py",
