@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "CheckReport": ".runtime.evaluation.check",
-    "Chunk": ".runtime.documents.splitting",
+    "Chunk": ".apps.documents.splitting",
     "CompletionOutput": ".runtime.api.outputs",
-    "Document": ".runtime.documents.document",
+    "Document": ".apps.documents.document",
     "LLM": ".runtime.api.llm",
     "Logprob": ".runtime.api.outputs",
     "MoedgeLM": ".apps.evaluation.harness",
@@ -43,13 +43,13 @@ _MODULES = {
     "PlanReport": ".runtime.api.plan_report",
     "RequestOutput": ".runtime.api.outputs",
     "SamplingParams": ".runtime.api.sampling_params",
-    "UnreadDocument": ".runtime.documents.document",
+    "UnreadDocument": ".apps.documents.document",
     "check": ".runtime.evaluation.check",
-    "iter_documents": ".runtime.documents.iterate",
+    "iter_documents": ".apps.documents.iterate",
     "plan": ".runtime.api.plan_report",
     "run_batch": ".runtime.api.batch",
-    "run_documents": ".runtime.api.documents",
-    "split": ".runtime.documents.splitting",
+    "run_documents": ".apps.documents.run",
+    "split": ".apps.documents.splitting",
 }
 
 __all__ = [

@@ -68,9 +68,10 @@ class Hidden(MetaPathFinder):
 
 NAME = "moedge.apps." + sys.argv.pop(1)
 sys.meta_path.insert(0, Hidden())
-import moedge
-print(*(name for name in moedge.__all__ if not hasattr(moedge, name)))
 from moedge.cli.main import main
+if "batch" in sys.argv:
+    import moedge
+    print(*(name for name in moedge.__all__ if not hasattr(moedge, name)))
 main()
 """
 # Public names that are an application's.
@@ -88,10 +89,10 @@ def test_an_application_can_be_left_out(name: str, tmp_path: Path) -> None:
         return subprocess.run(line, capture_output=True, text=True, check=False, cwd=tmp_path)
 
     budget = ("--ram", "1GiB", "--gpu-mem", "0")
-    shown = run("--help")
-    assert shown.returncode == 0
-    assert set(shown.stdout.splitlines()[0].split()) == NAMES.get(name, set())
+    assert run("--help").returncode == 0
     assert run("jobs", "ls").returncode == 0
     assert run("plan", model, rows, *budget).returncode == 0
-    assert run("batch", model, rows, "-o", out, "-q", *budget).returncode == 0
+    answered = run("batch", model, rows, "-o", out, "-q", *budget)
+    assert answered.returncode == 0
+    assert set(answered.stdout.split()) == NAMES.get(name, set())
     assert len(out.read_text().splitlines()) == 1
