@@ -30,14 +30,13 @@ if TYPE_CHECKING:
     from ..calibration.machine_profile import machine_profile, measure_cache_reads, saved_profile
     from ..engine.engine import Engine, Metrics
     from ..jobs.folder import JobFolder, JobLock, is_locked, now_text
-    from ..jobs.job import Executor, Loaded, Measured, Planned, Running
-    from ..jobs.job_plan import refuse_too_small, with_workload
+    from ..jobs.job import Measured, Planned, Running
     from ..jobs.journal.journal import Journal, read_answer
     from ..jobs.journal.record import Growth
     from ..jobs.journal.run_log import LoggedRun, read_runs
-    from ..jobs.journal.state import Counts, JobState, Suspicion, read_state
+    from ..jobs.journal.state import Counts, JobState, Suspicion
     from ..jobs.outputs import OutputPaths, claim_output, file_sha256
-    from ..jobs.request import BatchRequest, identity, pin_settings
+    from ..jobs.request import BatchRequest
     from ..jobs.row_reader import RowReader
     from ..jobs.run import OpenRow, RowFeed, RowSource, failed_row
     from ..jobs.session import CANCELLED, Checked, Ended, JobSession, lock_folder
@@ -53,7 +52,7 @@ if TYPE_CHECKING:
         job_id_folders,
         openai_batch,
     )
-    from ..jobs.stop import StopRule, memory_kills
+    from ..jobs.stop import memory_kills
     from ..jobs.summary import RunSummary, Seconds, WorkerRun
     from ..jobs.table_files import is_table, schema_fields, write_table
     from ..jobs.totals import merge_summaries, of_the_dead, sum_metrics, with_sequences
@@ -114,16 +113,8 @@ if TYPE_CHECKING:
     from ..text.template import Child, pack, read_body, unpack
     from ..text.tokenizer import Tokenizer
     from ..weights.key_offsets import KeyOffsets
-    from .batch import (
-        BatchProgress,
-        Cluster,
-        JobObserver,
-        batch_request,
-        cluster_of,
-        refuse_unreachable,
-        request_of,
-        run_loaded,
-    )
+    from .batch import BatchProgress, JobObserver, batch_request, request_of
+    from .job_series import JobSeries, first_state
     from .model import OpenModel, refuse_over_budget
 
 _MODULES = {
@@ -151,7 +142,6 @@ _MODULES = {
     "openai_batch": "..jobs.status",
     "read_answer": "..jobs.journal.journal",
     "read_runs": "..jobs.journal.run_log",
-    "read_state": "..jobs.journal.state",
     "schema_fields": "..jobs.table_files",
     "write_table": "..jobs.table_files",
     # The machine: what it has, what is free, and what was measured of it.
@@ -254,18 +244,16 @@ _MODULES = {
     "CANCELLED": "..jobs.session",
     "CONTINUE_CUT": "..rows.failure",
     "Checked": "..jobs.session",
-    "Cluster": ".batch",
     "Ended": "..jobs.session",
     "ErrorCode": "..rows.failure",
-    "Executor": "..jobs.job",
     "Growth": "..jobs.journal.record",
     "InputFormat": "..rows.tables",
     "JobObserver": ".batch",
+    "JobSeries": ".job_series",
     "JobSession": "..jobs.session",
     "Journal": "..jobs.journal.journal",
     "KeyOffsets": "..weights.key_offsets",
     "Line": "..rows.reader",
-    "Loaded": "..jobs.job",
     "Measured": "..jobs.job",
     "PlanResult": "..plan.planner",
     "Planned": "..jobs.job",
@@ -276,26 +264,19 @@ _MODULES = {
     "RowSource": "..jobs.run",
     "Running": "..jobs.job",
     "SchemaError": "..sampling.grammar",
-    "StopRule": "..jobs.stop",
     "Suspicion": "..jobs.journal.state",
     "Template": "..rows.columns",
     "Workload": "..plan.placement",
     "batch_request": ".batch",
-    "cluster_of": ".batch",
     "compile_schema": "..sampling.grammar",
     "failed_row": "..jobs.run",
-    "identity": "..jobs.request",
+    "first_state": ".job_series",
     "lock_folder": "..jobs.session",
-    "pin_settings": "..jobs.request",
     "read_schema": "..rows.columns",
     "refuse_over_budget": ".model",
-    "refuse_too_small": "..jobs.job_plan",
-    "refuse_unreachable": ".batch",
     "request_of": ".batch",
-    "run_loaded": ".batch",
     "text_or_file": "..rows.columns",
     "with_own": "..rows.answer_formats",
-    "with_workload": "..jobs.job_plan",
     # A loaded model: sequences to add, step and abort; rows to open and their answers.
     "Endpoint": "..rows.row",
     "Engine": "..engine.engine",
@@ -354,7 +335,6 @@ __all__ = [
     "CONTINUE_CUT",
     "Checked",
     "Child",
-    "Cluster",
     "ClusterFailed",
     "Counts",
     "Device",
@@ -368,7 +348,6 @@ __all__ = [
     "Engine",
     "EngineOptions",
     "ErrorCode",
-    "Executor",
     "ExitCode",
     "ExportFailed",
     "Fallback",
@@ -389,6 +368,7 @@ __all__ = [
     "JobNotFound",
     "JobObserver",
     "JobPhase",
+    "JobSeries",
     "JobSession",
     "JobState",
     "JobStatus",
@@ -401,7 +381,6 @@ __all__ = [
     "Link",
     "LoadOrder",
     "LoadReport",
-    "Loaded",
     "LoadedModel",
     "LoggedRun",
     "MAX_STOP",
@@ -440,7 +419,6 @@ __all__ = [
     "SeedOptions",
     "SettingError",
     "Stalled",
-    "StopRule",
     "StoreFolder",
     "StreamingOptions",
     "Suspicion",
@@ -463,7 +441,6 @@ __all__ = [
     "check",
     "claim_output",
     "clock",
-    "cluster_of",
     "compile_schema",
     "counted",
     "cpu_kernels",
@@ -481,13 +458,13 @@ __all__ = [
     "find_job",
     "find_rounds",
     "find_torch",
+    "first_state",
     "formats_line",
     "gib",
     "gpu_kernels",
     "has_chat_template",
     "host_available",
     "host_total",
-    "identity",
     "is_exhausted",
     "is_locked",
     "is_table",
@@ -509,20 +486,15 @@ __all__ = [
     "pack",
     "parse_object",
     "parse_size",
-    "pin_settings",
     "product_error",
     "read_answer",
     "read_body",
     "read_runs",
     "read_schema",
-    "read_state",
     "reads_integers",
     "refuse_over_budget",
-    "refuse_too_small",
-    "refuse_unreachable",
     "request_of",
     "reset_host_peak",
-    "run_loaded",
     "saved_path",
     "saved_profile",
     "schema_fields",
@@ -541,7 +513,6 @@ __all__ = [
     "with_options",
     "with_own",
     "with_sequences",
-    "with_workload",
     "write_atomically",
     "write_table",
 ]
