@@ -18,7 +18,7 @@ from pathlib import Path
 from threading import Condition, Event, Thread
 from typing import NamedTuple, Self
 
-from ...runtime.api.face import Growth, Line, RowIndex, Workload, sync_folder
+from ...runtime.api.face import Growth, RowIndex, Workload, sync_folder
 from .document import Document, UnreadDocument
 from .file_walk import FoundFile
 from .rounds import Answers, Entry, EntryLog, Round, Rounds, RowLines
@@ -71,7 +71,7 @@ class GrowingFile:
         content = json.dumps({"id": row.row_id, "prompt": row.prompt}, separators=(",", ":")).encode()
         self._file.write(content + b"\n")
         if self._index is not None:
-            self._index.add(Line(self.num_rows + 1, self.nbytes, content))
+            self._index.extend(self.num_rows + 1, self.nbytes, content)
         self._count(content + b"\n")
 
     def sync(self) -> Growth:

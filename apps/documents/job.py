@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ...runtime.api.face import (
     AtomicFile,
-    InputRefused,
     InvalidRow,
     OutputPaths,
+    errors,
     file_sha256,
     is_table,
     schema_fields,
@@ -115,7 +115,7 @@ class Listed:
         found = find_files(folder, include=request.include, exclude=request.exclude)
         files = report.found(each for each in found if not _is_own(outputs, folder, each))
         if not report.num_files:
-            raise InputRefused(f"{folder} has no file to read; {report.skipped.total():,} were skipped")
+            raise errors.InputRefused(f"{folder} has no file to read; {report.skipped.total():,} were skipped")
         if request.reading.reader is None:
             refuse_missing_readers(report.suffixes)
         return cls(files, report)

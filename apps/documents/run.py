@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from ...runtime.api.face import (
-    BadArgument,
     BatchProgress,
     BatchRequest,
-    DocumentOptions,
     Ended,
     InputFormat,
     JobFolder,
@@ -22,19 +20,22 @@ from ...runtime.api.face import (
     ModelSource,
     OutputPaths,
     Workload,
-    check,
     claim_output,
+    errors,
     first_state,
     has_chat_template,
     lock_folder,
     now_text,
     open_source,
+    option,
     own_name,
     request_of,
     reset_host_peak,
     stage,
-    with_options,
     write_atomically,
+)
+from ...runtime.api.face import (
+    options as kinds,
 )
 from .feed import Reading
 from .job import DocumentJob, FolderReport, Listed, Tokens, WholeFolder
@@ -282,14 +283,14 @@ class _Progress(BatchProgress, DocumentsObserver):
     """A bar for every round."""
 
 
-@with_options(DocumentOptions)
+@option.with_options(kinds.DocumentOptions)
 def run_documents(
     model: str | Path,
     folder: str | Path,
     output: str | Path,
     *,
     progress: bool = True,
-    **options: Unpack[DocumentOptions],
+    **options: Unpack[kinds.DocumentOptions],
 ) -> DocumentsEnded:
     """Answers a question about every file of `folder`: the same job as `moedge docs model folder -o output`.
 
@@ -301,7 +302,7 @@ def run_documents(
     Raises what the command exits with: SettingError, InputUnreadable, DoesNotFit, JobMismatch, OutputExists and others,
     all of them MoedgeErrors. Ctrl-C stops after the pass, keeps all answers, and raises KeyboardInterrupt.
     """
-    check(options, DocumentOptions)
+    option.check(options, kinds.DocumentOptions)
     reset_host_peak()
     ended = run_documents_job(documents_request(model, folder, output, options), _Progress(progress))
     from ...runtime.api.face import refuse_over_budget
@@ -316,10 +317,10 @@ def documents_request(
 ) -> DocumentsRequest:
     """The request that these of `DocumentOptions` make. Raises BadArgument, SettingError, InputUnreadable."""
     if not Path(folder).is_dir():
-        raise BadArgument(f"{folder} is not a folder; give the folder that holds the documents")
+        raise errors.BadArgument(f"{folder} is not a folder; give the folder that holds the documents")
     each, long = options.get("each") or "document", options.get("long")
     if each == "chunk" and long not in (None, Long.SPLIT):
-        raise BadArgument(f"--each chunk gives a row for every chunk, and --long {long} merges or refuses them")
+        raise errors.BadArgument(f"--each chunk gives a row for every chunk, and --long {long} merges or refuses them")
     question = make_question({**options, "long": Long.SPLIT if each == "chunk" else long})
     # Prompts and schemas are the question's; nothing is sampled unless it is asked for.
     rest = {name: value for name, value in options.items() if name not in ("prompt", "system", "schema")}
@@ -344,5 +345,7 @@ def _mirror(folder: str | Path, mirror: str | Path | None) -> Path | None:
         return None
     found, documents = Path(mirror).resolve(), Path(folder).resolve()
     if found.is_relative_to(documents) or documents.is_relative_to(found):
-        raise BadArgument(f"--mirror {mirror} and the folder of the documents, {folder}, must lie beside each other")
+        raise errors.BadArgument(
+            f"--mirror {mirror} and the folder of the documents, {folder}, must lie beside each other"
+        )
     return found

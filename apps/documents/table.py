@@ -12,7 +12,7 @@ from heapq import nsmallest
 from pathlib import Path
 from typing import Any
 
-from ...runtime.api.face import CONTINUE_CUT, ErrorCode, OutputExists, own_name, with_own, write_atomically
+from ...runtime.api.face import CONTINUE_CUT, ErrorCode, errors, own_name, with_own, write_atomically
 from .document import Document
 from .merging import Failed, Merged, Merger
 from .question import Long, Question
@@ -224,7 +224,9 @@ class Mirror:
             self._now.add(self._name)
             return
         if os.path.lexists(path) and self._name not in self._own:
-            raise OutputExists(f"{path} exists and is not what this job wrote; move it away, or mirror elsewhere")
+            raise errors.OutputExists(
+                f"{path} exists and is not what this job wrote; move it away, or mirror elsewhere"
+            )
         self._claim({self._name})
         self._now.add(self._name)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -31,14 +31,13 @@ if TYPE_CHECKING:
     from ..engine.engine import Engine, Metrics
     from ..jobs.folder import JobFolder, JobLock, is_locked, now_text
     from ..jobs.job import Measured, Planned, Running
-    from ..jobs.journal.journal import Journal, read_answer
     from ..jobs.journal.record import Growth
-    from ..jobs.journal.run_log import LoggedRun, read_runs
-    from ..jobs.journal.state import Counts, JobState, Suspicion
+    from ..jobs.journal.run_log import LoggedRun
+    from ..jobs.journal.state import Counts, Suspicion
     from ..jobs.outputs import OutputPaths, claim_output, file_sha256
     from ..jobs.request import BatchRequest
     from ..jobs.row_reader import RowReader
-    from ..jobs.run import OpenRow, RowFeed, RowSource, failed_row
+    from ..jobs.run import OpenRow, RowFeed, RowSource
     from ..jobs.session import CANCELLED, Checked, Ended, JobSession, lock_folder
     from ..jobs.status import (
         WINDOW,
@@ -55,8 +54,17 @@ if TYPE_CHECKING:
     from ..jobs.stop import memory_kills
     from ..jobs.summary import RunSummary, Seconds, WorkerRun
     from ..jobs.table_files import is_table, schema_fields, write_table
-    from ..jobs.totals import merge_summaries, of_the_dead, sum_metrics, with_sequences
-    from ..jobs.worker import SAME, JobFacts, LeasedRow, LoadOrder, LoadReport, Worker, WorkerInfo, WorkReport
+    from ..jobs.totals import merge_summaries
+    from ..jobs.worker import (
+        JobFacts,
+        LeasedRow,
+        LoadOrder,
+        LoadReport,
+        Worker,
+        WorkerInfo,
+        WorkReport,
+        same_everywhere,
+    )
     from ..loading.engine_loader import LoadedModel
     from ..loading.kernels_here import bitsandbytes_speed, cpu_kernels, gpu_kernels, product_error
     from ..plan.fallback import Fallback, FallbackPolicy
@@ -64,47 +72,19 @@ if TYPE_CHECKING:
     from ..plan.memory_ledger import TierLedger
     from ..plan.placement import Workload
     from ..plan.planner import PlanResult, reads_integers
-    from ..rows.answer_formats import Answers, with_own
+    from ..rows.answer_formats import with_own
     from ..rows.columns import Template, read_schema, text_or_file
     from ..rows.failure import CONTINUE_CUT, ErrorCode, InvalidRow, RowFailure
     from ..rows.fields import MAX_STOP
-    from ..rows.reader import Line, RowIndex
+    from ..rows.reader import RowIndex
     from ..rows.row import Endpoint, Row
     from ..rows.strict_json import parse_object
     from ..rows.tables import InputFormat
     from ..sampling.grammar import SchemaError, compile_schema
+    from ..settings import errors, option, options
     from ..settings.computing import TorchBuild, dotted, find_torch, unusable_torch
-    from ..settings.errors import (
-        BadArgument,
-        ClusterFailed,
-        DoesNotFit,
-        ExportFailed,
-        InputRefused,
-        InputUnreadable,
-        JobMismatch,
-        JobNotFound,
-        JournalFailed,
-        MemoryGaveOut,
-        MissingExtra,
-        OutputExists,
-        PromptError,
-        SettingError,
-        Stalled,
-        TokenizerError,
-        counted,
-    )
+    from ..settings.errors import counted
     from ..settings.formatting import clock, duration, escape_controls, formats_line, short_duration
-    from ..settings.option import Option, Takes, check, with_options
-    from ..settings.options import (
-        AnswerLength,
-        DocumentJobOptions,
-        DocumentOptions,
-        EngineOptions,
-        LLMOptions,
-        SeedOptions,
-        StoreFolder,
-        StreamingOptions,
-    )
     from ..settings.process import settle
     from ..settings.stages import stage, watching
     from ..source.model_source import ModelSource, open_source
@@ -123,7 +103,6 @@ _MODULES = {
     "JobFolder": "..jobs.folder",
     "JobLock": "..jobs.folder",
     "JobPhase": "..jobs.status",
-    "JobState": "..jobs.journal.state",
     "JobStatus": "..jobs.status",
     "LoggedRun": "..jobs.journal.run_log",
     "OutputPaths": "..jobs.outputs",
@@ -140,8 +119,6 @@ _MODULES = {
     "job_id_folders": "..jobs.status",
     "now_text": "..jobs.folder",
     "openai_batch": "..jobs.status",
-    "read_answer": "..jobs.journal.journal",
-    "read_runs": "..jobs.journal.run_log",
     "schema_fields": "..jobs.table_files",
     "write_table": "..jobs.table_files",
     # The machine: what it has, what is free, and what was measured of it.
@@ -187,43 +164,18 @@ _MODULES = {
     "disk_of": "...offload.store.stores",
     "last_runs": "..plan.history",
     "stores": "...offload.store.stores",
-    # Options of commands, as every command declares them.
-    "AnswerLength": "..settings.options",
-    "DocumentJobOptions": "..settings.options",
-    "DocumentOptions": "..settings.options",
-    "EngineOptions": "..settings.options",
-    "LLMOptions": "..settings.options",
-    "Option": "..settings.option",
-    "SeedOptions": "..settings.options",
-    "StoreFolder": "..settings.options",
-    "StreamingOptions": "..settings.options",
-    "Takes": "..settings.option",
-    "check": "..settings.option",
+    # Options, as every command and function declares them: `option` is how, `options` are the kinds that several share.
+    "option": "..settings.option",
+    "options": "..settings.options",
     "parse_size": "...offload.budget",
-    "with_options": "..settings.option",
-    # Errors and exit codes.
-    "BadArgument": "..settings.errors",
-    "ClusterFailed": "..settings.errors",
-    "DoesNotFit": "..settings.errors",
+    # Errors and exit codes: `errors` is the family.
     "ExitCode": "...offload.errors",
-    "ExportFailed": "..settings.errors",
-    "InputRefused": "..settings.errors",
-    "InputUnreadable": "..settings.errors",
-    "JobMismatch": "..settings.errors",
-    "JobNotFound": "..settings.errors",
-    "JournalFailed": "..settings.errors",
-    "MemoryGaveOut": "..settings.errors",
-    "MissingExtra": "..settings.errors",
-    "OutputExists": "..settings.errors",
-    "PromptError": "..settings.errors",
-    "SettingError": "..settings.errors",
-    "Stalled": "..settings.errors",
-    "TokenizerError": "..settings.errors",
+    "counted": "..settings.errors",
+    "errors": "..settings.errors",
     "is_exhausted": "...offload.errors",
     # Words and numbers as the command line writes them.
     "GIB": "...offload.budget",
     "clock": "..settings.formatting",
-    "counted": "..settings.errors",
     "duration": "..settings.formatting",
     "escape_controls": "..settings.formatting",
     "formats_line": "..settings.formatting",
@@ -238,7 +190,6 @@ _MODULES = {
     "stage": "..settings.stages",
     "watching": "..settings.stages",
     # A job, by its states: rows to take, answers to give, rows to add.
-    "Answers": "..rows.answer_formats",
     "BatchProgress": ".batch",
     "BatchRequest": "..jobs.request",
     "CANCELLED": "..jobs.session",
@@ -251,9 +202,7 @@ _MODULES = {
     "JobObserver": ".batch",
     "JobSeries": ".job_series",
     "JobSession": "..jobs.session",
-    "Journal": "..jobs.journal.journal",
     "KeyOffsets": "..weights.key_offsets",
-    "Line": "..rows.reader",
     "Measured": "..jobs.job",
     "PlanResult": "..plan.planner",
     "Planned": "..jobs.job",
@@ -269,7 +218,6 @@ _MODULES = {
     "Workload": "..plan.placement",
     "batch_request": ".batch",
     "compile_schema": "..sampling.grammar",
-    "failed_row": "..jobs.run",
     "first_state": ".job_series",
     "lock_folder": "..jobs.session",
     "read_schema": "..rows.columns",
@@ -299,11 +247,11 @@ _MODULES = {
     "LeasedRow": "..jobs.worker",
     "LoadOrder": "..jobs.worker",
     "LoadReport": "..jobs.worker",
-    "SAME": "..jobs.worker",
     "WorkReport": "..jobs.worker",
     "Worker": "..jobs.worker",
     "WorkerInfo": "..jobs.worker",
     "memory_kills": "..jobs.stop",
+    "same_everywhere": "..jobs.worker",
     "settle": "..settings.process",
     # What a run came to: counters, and summaries that can be merged.
     "Fallback": "..plan.fallback",
@@ -314,42 +262,32 @@ _MODULES = {
     "TierLedger": "..plan.memory_ledger",
     "WorkerRun": "..jobs.summary",
     "merge_summaries": "..jobs.totals",
-    "of_the_dead": "..jobs.totals",
-    "sum_metrics": "..jobs.totals",
-    "with_sequences": "..jobs.totals",
     # Files that are whole or not there.
     "AtomicFile": "...offload.atomic_file",
     "own_name": "...offload.atomic_file",
     "sync_folder": "...offload.atomic_file",
     "write_atomically": "...offload.atomic_file",
 }
+# Modules whose names are all public.
+_WHOLE = ("errors", "option", "options")
 
 __all__ = [
-    "AnswerLength",
-    "Answers",
     "AtomicFile",
-    "BadArgument",
     "BatchProgress",
     "BatchRequest",
     "CANCELLED",
     "CONTINUE_CUT",
     "Checked",
     "Child",
-    "ClusterFailed",
     "Counts",
     "Device",
     "Disk",
-    "DocumentJobOptions",
-    "DocumentOptions",
-    "DoesNotFit",
     "Driver",
     "Ended",
     "Endpoint",
     "Engine",
-    "EngineOptions",
     "ErrorCode",
     "ExitCode",
-    "ExportFailed",
     "Fallback",
     "FallbackPolicy",
     "FlopRates",
@@ -358,26 +296,17 @@ __all__ = [
     "Growth",
     "Heap",
     "InputFormat",
-    "InputRefused",
-    "InputUnreadable",
     "InvalidRow",
     "JobFacts",
     "JobFolder",
     "JobLock",
-    "JobMismatch",
-    "JobNotFound",
     "JobObserver",
     "JobPhase",
     "JobSeries",
     "JobSession",
-    "JobState",
     "JobStatus",
-    "Journal",
-    "JournalFailed",
     "KeyOffsets",
-    "LLMOptions",
     "LeasedRow",
-    "Line",
     "Link",
     "LoadOrder",
     "LoadReport",
@@ -386,21 +315,16 @@ __all__ = [
     "MAX_STOP",
     "Machine",
     "Measured",
-    "MemoryGaveOut",
     "MemoryGroup",
     "Metrics",
-    "MissingExtra",
     "ModelSource",
     "OpenModel",
     "OpenRow",
-    "Option",
-    "OutputExists",
     "OutputPaths",
     "PcieLink",
     "PinLimit",
     "PlanResult",
     "Planned",
-    "PromptError",
     "QUANT_FORMATS",
     "RoundsJob",
     "Row",
@@ -412,21 +336,13 @@ __all__ = [
     "RunRecord",
     "RunSummary",
     "Running",
-    "SAME",
     "SCHEMA",
     "SchemaError",
     "Seconds",
-    "SeedOptions",
-    "SettingError",
-    "Stalled",
-    "StoreFolder",
-    "StreamingOptions",
     "Suspicion",
-    "Takes",
     "Template",
     "TierLedger",
     "Tokenizer",
-    "TokenizerError",
     "TorchBuild",
     "WINDOW",
     "WorkReport",
@@ -438,7 +354,6 @@ __all__ = [
     "batch_request",
     "bitsandbytes_speed",
     "cancel",
-    "check",
     "claim_output",
     "clock",
     "compile_schema",
@@ -448,9 +363,9 @@ __all__ = [
     "disk_of",
     "dotted",
     "duration",
+    "errors",
     "escape_controls",
     "export_now",
-    "failed_row",
     "file_sha256",
     "find_device",
     "find_driver",
@@ -479,22 +394,22 @@ __all__ = [
     "merge_summaries",
     "nearest_existing",
     "now_text",
-    "of_the_dead",
     "open_source",
     "openai_batch",
+    "option",
+    "options",
     "own_name",
     "pack",
     "parse_object",
     "parse_size",
     "product_error",
-    "read_answer",
     "read_body",
-    "read_runs",
     "read_schema",
     "reads_integers",
     "refuse_over_budget",
     "request_of",
     "reset_host_peak",
+    "same_everywhere",
     "saved_path",
     "saved_profile",
     "schema_fields",
@@ -504,15 +419,12 @@ __all__ = [
     "shut_in",
     "stage",
     "stores",
-    "sum_metrics",
     "sync_folder",
     "text_or_file",
     "unpack",
     "unusable_torch",
     "watching",
-    "with_options",
     "with_own",
-    "with_sequences",
     "write_atomically",
     "write_table",
 ]
@@ -524,4 +436,5 @@ if not TYPE_CHECKING:
         """Imports what was asked for: most of it needs no torch."""
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(_MODULES[name], __package__), name)
+        module = import_module(_MODULES[name], __package__)
+        return module if name in _WHOLE else getattr(module, name)

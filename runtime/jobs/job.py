@@ -38,7 +38,7 @@ from .journal.run_log import RunLog
 from .journal.state import Counts
 from .lifecycle import load_model, plan_model, profile_model
 from .report import expert_use, summarise
-from .run import FedRows, FileRows, RowFeed, RowRunner, RowSource
+from .run import FedRows, FileRows, RowFeed, RowRunner, RowSource, failed_row
 from .session import Checked, Ended, JobClaim, JobSession, disk_errors
 from .stop import StallGuard
 from .summary import RunSummary, Seconds
@@ -119,6 +119,16 @@ class Planned:
         """The least budget that leaves no row out, as an option."""
         return SearchSpace(self.chosen.request).for_every_row
 
+    @property
+    def answers(self) -> Answers:
+        """Writes the job's answers and errors."""
+        claim = self.session.claim
+        return Answers(claim.model_name, int(claim.created.timestamp()), self.measured.tokenizer.token_text)
+
+    def fail(self, failure: RowFailure, digest: str) -> None:
+        """Records the error of a row, whose line `digest` identifies."""
+        self.session.journal.done(failed_row(failure, self.answers, digest))
+
     def load(self) -> Loaded:
         """Weights into memory, from a store where they do not fit; the store is made first where it is missing.
 
@@ -195,10 +205,10 @@ class Loaded:
         return Running(self, feed)
 
     def passes(self, session: JobSession, rows: RowSource) -> Generator[None]:
-        measured, claim = self.planned.measured, session.claim
+        measured = self.planned.measured
         shape = measured.checked.source.shape
         encoder = RowEncoder(measured.tokenizer, shape.vocab, shape.context, self.longest, spool=measured.spool)
-        answers = Answers(claim.model_name, int(claim.created.timestamp()), measured.tokenizer.token_text)
+        answers = self.planned.answers
         runner, heap = RowRunner(self.engine.engine, encoder, answers, session.journal, rows), Heap()
 
         def work() -> int:
