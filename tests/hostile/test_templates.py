@@ -11,7 +11,7 @@ from moedge.runtime.settings.errors import TemplateError
 from moedge.runtime.text.template import RENDER_LIMIT_S, TemplateRenderer
 
 BOMBS = (
-    "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}",
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}" * 9,
     "{{ range(10**12) | list }}",
     "{{ range(10**9) | list | length }}",
     "{{ 'x' * 10**10 }}",
@@ -36,7 +36,7 @@ BOMBS = (
     "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
     "{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}",
     "{{ range(99999) | map('string') | sum(start='') }}",
-    "{{ (range(99999) | list) | batch(1) | list | batch(1) | list | tojson }}{{ [[0] * 99999] * 99999 | sum(start=[]) }}",
+    "{{ range(99999) | list | batch(1) | list | batch(1) | list | tojson }}{{ [[0] * 99999] * 99999 | tojson }}",
 )
 ESCAPES = (
     "{{ ''.__class__.__mro__[1].__subclasses__() }}",
