@@ -228,3 +228,17 @@ def test_what_no_client_should_send_is_an_error_of_the_client(server: tuple[psut
     )
     assert growth < GROWTH_NBYTES
     assert sum(400 <= code < 500 for code in codes.values()) > 100
+
+
+@pytest.mark.slow
+def test_memory_is_flat_over_5000_requests(server: tuple[psutil.Process, int]) -> None:
+    """Ordinary and hostile ones in turns; what the first thousand left in caches and heaps is not counted."""
+    process, port = server
+    hostile = [data for name, data in BODIES.items() if name != "5,000 messages"]
+    grown = []
+    for index in range(5_000):
+        send(port, hostile[index // 2 % len(hostile)] if index % 2 else asked({"prompt": f"{index}", "max_tokens": 2}))
+        if index % 1_000 == 999:
+            grown.append(process.memory_info().rss)
+    print([nbytes >> 20 for nbytes in grown])
+    assert grown[-1] < 1.02 * grown[0]
