@@ -1,6 +1,6 @@
 """`moedge` in processes whose k-th call to the system fails, each forked from one that has imported everything.
 
-    LD_PRELOAD=failing_calls.so python -m support.failing_calls     requests on stdin, replies on stdout, lines of JSON
+LD_PRELOAD=failing_calls.so python -m support.failing_calls     requests on stdin, replies on stdout, lines of JSON
 """
 
 from __future__ import annotations
