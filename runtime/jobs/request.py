@@ -237,7 +237,7 @@ def resolved(plan: Plan) -> dict[str, Any]:
     return {name: getattr(plan, name) for name in RESOLVED}
 
 
-def settle(settings: Settings, opened: Mapping[str, Any]) -> Settings:
+def pin_settings(settings: Settings, opened: Mapping[str, Any]) -> Settings:
     """Settings that resolve nothing again but attention, and the arithmetic where its kernels are not usable here."""
     recorded = {name: opened["identity"][name] for name in RESOLVED if name != "attention"}
     if recorded["compute"] == "int8" and not reads_integers(recorded["quant"], recorded["dtype"]):
