@@ -68,7 +68,7 @@ class Scenario:
         return "docs", MODEL, self.work / "in", "-o", self.work / "out.jsonl", *asked, *BUDGET
 
     def _prepare(self) -> tuple[object, ...]:
-        return "prepare", MODEL, "-o", self.work / "store", "--ram", "2GiB", "--quant", "int8", "-q"
+        return "prepare", MODEL, "-o", self.work / "store", "--ram", "2GiB", "--quant", "int8"
 
 
 SCENARIOS = ("rows", "resumed", "documents", "prepare")
