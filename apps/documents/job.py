@@ -409,7 +409,10 @@ class DocumentJob:
             if table:
                 lines.flush()
                 fields = schema_fields(self._question.schema)
-                write_table(self._paths.outputs.out.suffix, lambda: _lines(lines.hidden), fields, out, formulas=False)
+                formulas = not self._request.batch.csv_safe
+                write_table(
+                    self._paths.outputs.out.suffix, lambda: _lines(lines.hidden), fields, out, formulas=formulas
+                )
         finally:
             if table:
                 lines.discard()

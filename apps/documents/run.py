@@ -324,6 +324,7 @@ def documents_request(
     question = make_question({**options, "long": Long.SPLIT if each == "chunk" else long})
     # Prompts and schemas are the question's; nothing is sampled unless it is asked for.
     rest = {name: value for name, value in options.items() if name not in ("prompt", "system", "schema")}
+    rest.setdefault("csv_safe", True)
     batch = replace(request_of(model, folder, output, rest), unset=frozenset(), follow=False)
     cache = options.get("cache")
     return DocumentsRequest(

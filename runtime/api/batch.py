@@ -248,6 +248,7 @@ def request_of(
         experts=experts_of(options),
         limits=limits_of(options),
         lenient=options.get("lenient", False),
+        csv_safe=options.get("csv_safe", False),
         resume=ResumeOptions(
             drift=(drift,) if isinstance(drift, str) else tuple(drift or ()),
             overwrite=options.get("overwrite", False),
