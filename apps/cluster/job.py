@@ -31,14 +31,12 @@ from ...runtime.api.face import (
     PlanResult,
     Row,
     RowFailure,
-    RowFeed,
     RowSource,
     Running,
     RunSummary,
     Seconds,
     TierLedger,
     WorkerRun,
-    Workload,
     WorkReport,
     errors,
     merge_summaries,
@@ -104,9 +102,9 @@ class Cluster:
         """Tokens of the longest sequence that every worker has memory for; None before the first job."""
         return None if self.chosen is None else min(self.chosen.plan.kv_tokens, self.chosen.request.workload.longest)
 
-    def plan(self, measured: Measured, expected: Workload | None = None) -> Planned:
+    def plan(self, measured: Measured) -> Planned:
         """The job begins, as `Measured.plan` begins one here. Raises ClusterFailed, JobMismatch."""
-        checked, workload = measured.checked, expected or measured.size.shape()
+        checked, workload = measured.checked, measured.size.shape()
         if self.chosen is None or workload.longest > (self.longest or 0):
             self._forget_plan()
             request = checked.request
@@ -271,9 +269,8 @@ class ClusterJob:
     def loss(self) -> Mapping[str, float]:
         return self._cluster.loss
 
-    def run(self, feed: RowFeed | None = None) -> Running:
-        """`feed` appends rows to the input while the job runs."""
-        return Running(self, feed)
+    def run(self) -> Running:
+        return Running(self)
 
     def passes(self, session: JobSession, rows: RowSource) -> Generator[None]:
         """Ends when every row of the source has its answer in the journal; a cluster without workers is waited for."""

@@ -19,7 +19,6 @@ from ...runtime.api.face import (
     JobSeries,
     ModelSource,
     OutputPaths,
-    Workload,
     claim_output,
     errors,
     first_state,
@@ -37,7 +36,6 @@ from ...runtime.api.face import (
 from ...runtime.api.face import (
     options as kinds,
 )
-from .feed import Reading
 from .job import DocumentJob, FolderReport, Listed, Tokens, WholeFolder
 from .question import Long, Question, make_question
 from .reader_process import ReadOptions
@@ -50,7 +48,7 @@ if TYPE_CHECKING:
     from ...runtime.api.face import Tokenizer
 
 
-SCHEMA = "moedge.documents-run/1"
+SCHEMA = "moedge.documents-run/2"
 
 
 class DocumentsObserver(JobObserver):
@@ -60,10 +58,10 @@ class DocumentsObserver(JobObserver):
         """The files of the folder are listed."""
 
     def reading(self, done: int, total: int) -> None:
-        """Now and then, while files are read and no row runs yet."""
+        """After each file that was read."""
 
     def read(self, report: FolderReport) -> None:
-        """Every file is read and split, and every chunk has its answer."""
+        """Every file is read and split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +94,7 @@ class DocumentsEnded:
 def run_documents_job(request: DocumentsRequest, observer: DocumentsObserver) -> DocumentsEnded:
     """The whole job: begun or resumed, run as far as its limits and `observer` let it, and published.
 
-    Rows are answered in rounds, which share one engine; the first one begins while files are still being read.
+    The files are read; then rows are answered in rounds, which share one engine.
     """
     with ExitStack() as resources:
         source = resources.enter_context(open_source(request.batch.model))
@@ -115,7 +113,6 @@ def run_documents_job(request: DocumentsRequest, observer: DocumentsObserver) ->
 
             tokenizer = resources.enter_context(Tokenizer.load(source.folder))
         job = DocumentJob(request, paths, _tokens(request, source, tokenizer), listed)
-        resources.callback(job.close)
         rounds = _RoundRunner(request.batch, request.question, job, series)
         reason = _run_rounds(job, rounds, observer)
         made_by = rounds.made_by()
@@ -148,19 +145,11 @@ def _plain(counts: Totals | FolderReport) -> dict[str, Any]:
 
 def _run_rounds(job: DocumentJob, rounds: _RoundRunner, observer: DocumentsObserver) -> str | None:
     """Why the rounds ended before the last row; None where they did not."""
-    files, left = job.files, True
-    while left:
-        with job.reading(files, rounds.longest_prompt) as reading:
-            reason = _run_while_reading(reading, rounds, observer)
-        if not reading.complete:
-            job.keep_read()
-            return reason
-        job.count()
-        if reason:
-            return reason
-        left = reading.deferred > 0
-        rounds.reread = True
+    left = list(job.read(observer.reading))
     observer.read(job.report)
+    for each in left:
+        if reason := rounds.run(each):
+            return reason
     return rounds.run_failed() or _merge(job, rounds)
 
 
@@ -168,15 +157,6 @@ def _merge(job: DocumentJob, rounds: _RoundRunner) -> str | None:
     while (current := job.merge()) is not None:
         if reason := rounds.run(current):
             return reason
-    return None
-
-
-def _run_while_reading(reading: Reading, rounds: _RoundRunner, observer: DocumentsObserver) -> str | None:
-    """The rows of a reading; those of the second one are all known before the engine gets memory for the longest."""
-    while (current := reading.next_round(observer.reading, every=rounds.reread)) is not None:
-        if reason := rounds.run(current, reading):
-            return reason
-        reading.close_round(current)
     return None
 
 
@@ -207,38 +187,13 @@ class _RoundRunner:
     def __init__(self, request: BatchRequest, question: Question, job: DocumentJob, series: JobSeries) -> None:
         self._request = request
         self._question = question
-        self._max_tokens = request.defaults.max_tokens
         self._job = job
         self._series = series
-        self.reread = False
 
-    @property
-    def longest_prompt(self) -> int | None:
-        """The longest that the engine has memory for; None where it is still to be loaded, or loaded again."""
-        longest = None if self.reread else self._series.longest
-        return None if longest is None else longest - self._max_tokens
-
-    def run(self, current: Round, reading: Reading | None = None, retry: bool = False) -> str | None:
-        """Why the round stopped early; None where all of its rows have answers. `reading` adds rows meanwhile.
-
-        With `retry`, rows that failed run again.
-        """
-        request = self._round_request(current, retry)
-        if reading is None:
-            return self._series.run(self._series.open(request, self._first))
-        expected: Workload | None = None
-        with reading.paused():
-            opened = self._series.open(request, self._first)
-            if opened.finished:
-                # It is published as it is.
-                reading.close_round(current)
-            elif not reading.done and not self._series.loaded and self.longest_prompt is None:
-                # What is longer is for a later round: this one is planned before it is known.
-                files = reading.expected
-                reading.longest = files.longest_of(self._job.longest_prompt(files.longest))
-                expected = files.workload(self._max_tokens, reading.longest)
-            reading.note_in(opened.preflight.index)
-        return self._series.run(opened, reading, expected)
+    def run(self, current: Round, retry: bool = False) -> str | None:
+        """Why the round stopped early; None where all of its rows have answers. With `retry`, those that failed run
+        again."""
+        return self._series.run(self._series.open(self._round_request(current, retry), self._first))
 
     def run_failed(self) -> str | None:
         """Runs failed rows of all rounds again, where the request says so; why that stopped early, else None."""

@@ -31,7 +31,7 @@ _TOKENS = ("prompt_tokens", "completion_tokens")
 class Totals:
     """What the rows of the output come to: rows with an answer, errors by code, and how full fields are.
 
-    `documents` have all of their rows, `pending` ones lack some, `unread` of them because they were not read yet. `cut`
+    `documents` have all of their rows, `pending` ones lack some. `cut`
     rows reached max_tokens, answered or not. `filled` has every field of a schema, `lacking` the first rows without it.
     `shortest` are (characters, id) of the shortest answers; `quotes` are those found in their text, and all.
     """
@@ -40,7 +40,6 @@ class Totals:
     answered: int = 0
     failed: Counter[str] = field(default_factory=Counter)
     pending: int = 0
-    unread: int = 0
     cut: int = 0
     finish_reasons: Counter[str] = field(default_factory=Counter)
     filled: Counter[str] = field(default_factory=Counter)

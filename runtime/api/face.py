@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ...offload.atomic_file import AtomicFile, own_name, sync_folder, write_atomically
+    from ...offload.atomic_file import AtomicFile, own_name, write_atomically
     from ...offload.budget import GIB, auto_host, gib, parse_size
     from ...offload.device import Device, find_device
     from ...offload.errors import ExitCode, is_exhausted
@@ -31,13 +31,12 @@ if TYPE_CHECKING:
     from ..engine.engine import Engine, Metrics
     from ..jobs.folder import JobFolder, JobLock, is_locked, now_text
     from ..jobs.job import Measured, Planned, Running
-    from ..jobs.journal.record import Growth
     from ..jobs.journal.run_log import LoggedRun
     from ..jobs.journal.state import Counts, Suspicion
     from ..jobs.outputs import OutputPaths, claim_output, file_sha256
     from ..jobs.request import BatchRequest
     from ..jobs.row_reader import RowReader
-    from ..jobs.run import OpenRow, RowFeed, RowSource
+    from ..jobs.run import OpenRow, RowSource
     from ..jobs.session import CANCELLED, Checked, Ended, JobSession, lock_folder
     from ..jobs.status import (
         WINDOW,
@@ -70,13 +69,11 @@ if TYPE_CHECKING:
     from ..plan.fallback import Fallback, FallbackPolicy
     from ..plan.history import RunRecord, last_runs
     from ..plan.memory_ledger import TierLedger
-    from ..plan.placement import Workload
     from ..plan.planner import PlanResult, reads_integers
     from ..rows.answer_formats import with_own
     from ..rows.columns import Template, read_schema, text_or_file
     from ..rows.failure import CONTINUE_CUT, ErrorCode, InvalidRow, RowFailure
     from ..rows.fields import MAX_STOP
-    from ..rows.reader import RowIndex
     from ..rows.row import Endpoint, Row
     from ..rows.strict_json import parse_object
     from ..rows.tables import InputFormat
@@ -197,7 +194,6 @@ _MODULES = {
     "Checked": "..jobs.session",
     "Ended": "..jobs.session",
     "ErrorCode": "..rows.failure",
-    "Growth": "..jobs.journal.record",
     "InputFormat": "..rows.tables",
     "JobObserver": ".batch",
     "JobSeries": ".job_series",
@@ -208,14 +204,11 @@ _MODULES = {
     "Planned": "..jobs.job",
     "Row": "..rows.row",
     "RowFailure": "..rows.failure",
-    "RowFeed": "..jobs.run",
-    "RowIndex": "..rows.reader",
     "RowSource": "..jobs.run",
     "Running": "..jobs.job",
     "SchemaError": "..sampling.grammar",
     "Suspicion": "..jobs.journal.state",
     "Template": "..rows.columns",
-    "Workload": "..plan.placement",
     "batch_request": ".batch",
     "compile_schema": "..sampling.grammar",
     "first_state": ".job_series",
@@ -265,7 +258,6 @@ _MODULES = {
     # Files that are whole or not there.
     "AtomicFile": "...offload.atomic_file",
     "own_name": "...offload.atomic_file",
-    "sync_folder": "...offload.atomic_file",
     "write_atomically": "...offload.atomic_file",
 }
 # Modules whose names are all public.
@@ -293,7 +285,6 @@ __all__ = [
     "FlopRates",
     "GIB",
     "GpuState",
-    "Growth",
     "Heap",
     "InputFormat",
     "InvalidRow",
@@ -329,8 +320,6 @@ __all__ = [
     "RoundsJob",
     "Row",
     "RowFailure",
-    "RowFeed",
-    "RowIndex",
     "RowReader",
     "RowSource",
     "RunRecord",
@@ -349,7 +338,6 @@ __all__ = [
     "Worker",
     "WorkerInfo",
     "WorkerRun",
-    "Workload",
     "auto_host",
     "batch_request",
     "bitsandbytes_speed",
@@ -419,7 +407,6 @@ __all__ = [
     "shut_in",
     "stage",
     "stores",
-    "sync_folder",
     "text_or_file",
     "unpack",
     "unusable_torch",

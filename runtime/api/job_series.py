@@ -14,7 +14,6 @@ from ..jobs.journal.state import JobState, read_state
 from ..jobs.request import BatchRequest, identity, pin_settings
 from ..jobs.session import Checked, Ended
 from ..jobs.stop import StopRule
-from ..plan.placement import Workload
 from ..settings.stages import stage
 from ..source.model_source import ModelSource
 from .batch import Cluster, JobObserver, cluster_of, refuse_unreachable, run_loaded
@@ -22,7 +21,6 @@ from .batch import Cluster, JobObserver, cluster_of, refuse_unreachable, run_loa
 if TYPE_CHECKING:
     # What is refused is refused before torch is imported.
     from ..jobs.job import Executor, Loaded, Measured
-    from ..jobs.run import RowFeed
     from ..loading.engine_loader import LoadedModel
 
 
@@ -41,18 +39,6 @@ class JobSeries:
         self._cluster: Cluster | None = None
         self._stop_rule = StopRule(request.limits)
         self._rows_left = request.limits.max_rows
-
-    @property
-    def loaded(self) -> bool:
-        """Whether an engine of this process is loaded."""
-        return self._model is not None
-
-    @property
-    def longest(self) -> int | None:
-        """Tokens of the longest sequence that the engine has memory for; None where it is still to be loaded."""
-        if self._cluster is not None and self._cluster.longest is not None:
-            return self._cluster.longest
-        return None if self._model is None else self._model.longest
 
     def refuse_too_small(self, source: ModelSource) -> None:
         """Raises DoesNotFit where no row would fit. Workers have budgets of their own."""
@@ -80,9 +66,8 @@ class JobSeries:
                 raise
         return replace(opened, stop_rule=self._stop_rule)
 
-    def run(self, checked: Checked, feed: RowFeed | None = None, expected: Workload | None = None) -> str | None:
-        """Why the job stopped early; None where all of its rows have answers. `feed` adds rows meanwhile, of which
-        `expected` are planned for."""
+    def run(self, checked: Checked) -> str | None:
+        """Why the job stopped early; None where all of its rows have answers."""
         with ExitStack() as resources:
             resources.callback(checked.resources.close)
             done = checked.claim.num_done
@@ -90,11 +75,11 @@ class JobSeries:
                 with self._observer.working():
                     ended = checked.publish()
             else:
-                loaded = self._load(checked, expected)
+                loaded = self._load(checked)
                 if self._model is None and checked.request.cluster is None:
                     # The first job of an engine stays open as long as the engine is in use.
                     self._hold(cast("Loaded", loaded), resources.pop_all())
-                ended = run_loaded(loaded, self._observer, feed)
+                ended = run_loaded(loaded, self._observer)
         self.ended.append(ended)
         if self._rows_left is not None:
             self._rows_left -= ended.session.journal.state.counts.rows - done
@@ -117,7 +102,7 @@ class JobSeries:
 
         self._model = replace(loaded.model, chosen=with_workload(planned.chosen, plan, longest))
 
-    def _load(self, checked: Checked, expected: Workload | None) -> Executor:
+    def _load(self, checked: Checked) -> Executor:
         """On the engine of the jobs before, unless this one has a longer row than it has memory for."""
         observer, given = self._observer, self._model
         observer.checked(checked)
@@ -127,24 +112,23 @@ class JobSeries:
             from ..jobs.job import Measured
         measured = Measured.of(replace(checked, given=given))
         observer.measured(measured)
-        expected = None if expected is None else _more(measured.size.shape(), expected)
         if checked.request.cluster is not None:
-            return self._load_workers(measured, expected)
+            return self._load_workers(measured)
         if given is not None and not measured.size.longer_than(given.longest):
             return measured.plan().load()
         self._held.close()
         self._model = None
-        planned = replace(measured, checked=checked).plan(expected)
+        planned = replace(measured, checked=checked).plan()
         observer.planned(planned)
         loaded = planned.load()
         observer.loaded(loaded)
         return loaded
 
-    def _load_workers(self, measured: Measured, expected: Workload | None) -> Executor:
+    def _load_workers(self, measured: Measured) -> Executor:
         """On the workers of the jobs before; the first job starts them."""
         if self._cluster is None:
             self._cluster = self._held.enter_context(cluster_of(measured))
-        planned = self._cluster.plan(measured, expected)
+        planned = self._cluster.plan(measured)
         self._observer.planned(planned)
         loaded = self._cluster.load(planned)
         self._observer.loaded(loaded)
@@ -154,14 +138,3 @@ class JobSeries:
 def first_state(first: JobFolder | None) -> JobState | None:
     """What the journal of a job says, where it has begun."""
     return read_state(first.journal) if first is not None and first.begun else None
-
-
-def _more(known: Workload, expected: Workload) -> Workload:
-    """What a job comes to whose rows are known in part."""
-    return Workload(
-        max(known.sequences, expected.sequences),
-        max(known.longest, expected.longest),
-        known.shortest,
-        max(known.prompt_tokens or 0, expected.prompt_tokens or 0),
-        max(known.generated_tokens or 0, expected.generated_tokens or 0),
-    )

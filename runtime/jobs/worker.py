@@ -134,8 +134,6 @@ class _LeasedRows:
     """The rows that a worker has, as the source of its engine."""
 
     exhausted = False
-    seconds_without_rows = None
-    num_waits = 0
 
     def __init__(self) -> None:
         self.held: dict[int, LeasedRow] = {}

@@ -97,10 +97,6 @@ class RowIndex:
         self._lines.append(line.number)
         self._digests.append(_digest(content) if content else 0)
 
-    def extend(self, number: int, offset: int, content: bytes) -> None:
-        """A row that was appended to the file: its line number, the offset of the line, and its bytes without end."""
-        self.add(Line(number, offset, content))
-
     def line_number(self, row: int) -> int:
         return self._lines[row]
 
