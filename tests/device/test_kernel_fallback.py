@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from moedge.apps.doctor import kernels as doctor
 from moedge.apps.doctor.kernels import check_kernels
 from moedge.moe.expected_rows import wanted_by
 from moedge.offload.machine.hardware import Hardware
@@ -24,6 +23,7 @@ from moedge.quant.matmul import grouped_selftest as products
 from moedge.runtime.jobs import lifecycle
 from moedge.runtime.loading import engine_loader as load
 from moedge.runtime.loading import gpu_selftest as selftest
+from moedge.runtime.loading import kernels_here
 from moedge.runtime.loading import machine_memory as tiers
 from moedge.runtime.loading.gpu_selftest import KernelNeeds
 from moedge.runtime.loading.rehearsal import Rehearsed
@@ -50,7 +50,8 @@ def few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of each kind, and nothing launched at load: the interpreter takes its time."""
     monkeypatch.setattr(selftest, "_QUANTIZED", ())
     monkeypatch.setattr(load, "warm_up_experts", lambda *_: None)
-    monkeypatch.setattr(doctor, "usual_needs", lambda device: KernelNeeds("fp32", ((2, 2, 16, None),), ((64, 32),)))
+    needs = KernelNeeds("fp32", ((2, 2, 16, None),), ((64, 32),))
+    monkeypatch.setattr(kernels_here, "usual_needs", lambda device: needs)
     monkeypatch.setattr(products, "FORMATS", ("none",))
 
 
