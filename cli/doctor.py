@@ -29,7 +29,7 @@ class DoctorCommand(StoreFolder, total=False):
     as_json: Annotated[
         bool,
         Option(
-            "Print the machine profile and the findings as JSON: docs/doctor.md.",
+            "Print the machine profile and the findings as JSON: docs/reference.md.",
             False,
             flags=("--json",),
             common=True,

@@ -63,7 +63,7 @@ inline vi add_products(vi sum, vi bytes, vi integers) {
 }
 
 // Bytes of codes that are requested before they are multiplied, into the second cache: requests for the first one cost a
-// Zen 4 a seventh of the time with one row (docs/performance-log.md, "A pass of one sequence").
+// Zen 4 a seventh of the time with one row (bench/results/log.md, "A pass of one sequence").
 constexpr int64_t INTEGERS_AHEAD = 8192;
 
 // Four columns of a tile's codes: a lane of 32 bits has those of one output.

@@ -135,7 +135,7 @@ class ArrivingLayers(nn.ModuleList):
 
 # Elements that a norm computes at a time. transformers' norms are five operations with float32 temporaries of all rows:
 # 4 MiB here, where the heap keeps such buffers, and less where it returns large buffers to the system
-# (offload/heap.py). Measured over 4,096 tokens of 2,048 elements (docs/performance.md).
+# (offload/memory.py). Measured over 4,096 tokens of 2,048 elements (bench/results/log.md).
 PIECE_NUMEL = 1 << 20
 SMALL_PIECE_NUMEL = 1 << 17
 

@@ -1,4 +1,4 @@
-"""docs/rows.md says what the code does: the same fields, values and codes, and examples that run."""
+"""docs/batches.md, after its recipes, says what the code does: the same fields, values, codes, and examples."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from moedge.runtime.rows.fields import FIELDS, IGNORED, UNSUPPORTED
 from moedge.runtime.rows.row import Defaults, Endpoint, Row
 from moedge.runtime.sampling.params import FinishReason
 
-PAGE = (Path(__file__).parents[3] / "docs" / "rows.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "batches.md").read_text().partition("\n## The input file\n")[2]
 
 
 def table(header: str) -> list[list[str]]:
