@@ -145,7 +145,9 @@ def pyplot() -> Iterator[Any]:
 def draw(records: list[Record], out: Path) -> None:
     """An SVG on white, so that it is read on light and on dark pages."""
     with pyplot() as plt:
-        figure, panels = plt.subplots(1, len(records), figsize=(max(4.6 * len(records), 6.4), 3.4), squeeze=False, sharey=True)
+        figure, panels = plt.subplots(
+            1, len(records), figsize=(max(4.6 * len(records), 6.4), 3.4), squeeze=False, sharey=True
+        )
         for panel, record in zip(panels[0], records, strict=True):
             draw_panel(panel, record)
         panels[0][0].set_ylabel("generated tokens/s")

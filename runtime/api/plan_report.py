@@ -356,7 +356,7 @@ def _explanation(found: Mapping[str, Any]) -> Iterator[str]:
     read = gib(predicted["disk_nbytes"])
     yield f"{held:.0%} of the weights stay in the memory that computes; {read} are read from disk in total"
     passes, sequences = predicted["passes"], predicted["sequences"]
-    yield f"{passes:,.0f} passes with {sequences:,.0f} sequences, at the rates that docs/budgets.md lists"
+    yield f"{passes:,.0f} passes with {sequences:,.0f} sequences, at the rates that docs/dev/internals.md lists"
 
 
 def _subtraction(found: Mapping[str, Any]) -> Iterator[str]:

@@ -17,8 +17,8 @@ HEAD = """# Options
 Every option of the commands that run models, made of their declarations by `python -m support.options_page` in
 `tests/`. `--help` shows those that most people use, `--help-all` all that can be typed. A key is for `moedge.toml`
 and, as `MOEDGE_` and the key in capitals with `_` for `-`, for the environment
-([configuration](../reference.md#configuration)); what has a key and no option is set there only. Python functions have the same options by the name in the second column
-([Python](../python.md)).
+([configuration](../reference.md#configuration)); what has a key and no option is set there only. Python functions have
+the same options by the name in the second column ([Python](../python.md)).
 """
 
 
