@@ -111,7 +111,7 @@ BODIES: dict[str, bytes] = {
 }
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n"
 PROTOCOL: dict[str, bytes] = {
-    "no HTTP": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + os.urandom(64),
+    "no HTTP": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(64)),
     "half a line": b"GET /health",
     "HTTP/9.9": b"GET /health HTTP/9.9\r\nHost: 127.0.0.1\r\n\r\n",
     "a length below 0": head("POST", "/v1/completions", b"{}", length=-1),

@@ -15,10 +15,12 @@ from matrix.state import ROOT, Part
 
 TESTS = {
     "jobs": "tests/runtime/jobs/test_crash_points.py",
-    "reading documents": "tests/runtime/documents/test_failing_calls.py",
+    "reading documents": "tests/apps/documents/test_failing_calls.py",
     "preparations": "tests/offload/store/test_crash.py",
-    "a server's files and batches": "tests/runtime/serve/test_storage.py",
+    "a server's files and batches": "tests/apps/serve/test_storage.py",
     "tokenizers and other small files": "tests/hostile/test_small_files.py",
+    "whole commands": "tests/cli/test_failing_calls.py",
+    "rows at the smallest budget": "tests/hostile/test_ceilings.py",
     "templates": "tests/hostile/test_templates.py",
     "documents": "tests/hostile/test_documents.py",
     "requests": "tests/hostile/test_requests.py",
