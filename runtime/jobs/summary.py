@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -246,6 +246,11 @@ class RunSummary:
     weights: Weights = field(default_factory=Weights)
     fallbacks: list[Fallback] = field(default_factory=list)
     workers: list[WorkerRun] = field(default_factory=list)
+
+    def without_memory(self) -> RunSummary:
+        """Of a worker that died: another one has the memory meanwhile."""
+        experts = replace(self.experts, held=None, total=None)
+        return replace(self, memory=Memory(), kv=KV(), experts=experts, predicted=Predicted())
 
     def as_dict(self) -> dict[str, Any]:
         return {"schema": SCHEMA} | asdict(self)

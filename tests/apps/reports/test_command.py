@@ -11,7 +11,7 @@ from typer import BadParameter
 
 from moedge.cli.options.paths import own_file
 
-MODEL = Path(__file__).parents[2] / "examples" / "tiny_moe" / "model"
+MODEL = Path(__file__).parents[3] / "examples" / "tiny_moe" / "model"
 
 
 def moedge(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
