@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import pytest
+import torch
 
 from support.real import cases, tables
 from support.real.cases import Case
@@ -58,6 +59,11 @@ def test_prose_is_as_likely_as_the_definition_has_it(
 ) -> None:
     ours = result(found, name, case)
     wanted = defined(name)(case.quant, case.compute, case.dtype, "fp32").part(ours)
+    if name == "shallow":
+        # Two layers alone predict nothing: tokens have e^-20, and perplexity is no measure.
+        theirs = torch.tensor(wanted.logprobs)
+        assert (torch.tensor(ours.logprobs) - theirs).norm() < 0.015 * theirs.norm()
+        return
     assert ours.perplexity == pytest.approx(wanted.perplexity, rel=cases.MOST[case.kv])
 
 
