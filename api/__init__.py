@@ -17,39 +17,39 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .apps.documents.document import Document, UnreadDocument
+    from .apps.documents.iterate import iter_documents
+    from .apps.documents.run import run_documents
+    from .apps.documents.splitting import Chunk, split
     from .offload.errors import MoedgeError
     from .runtime.api.batch import run_batch
-    from .runtime.api.documents import run_documents
     from .runtime.api.llm import LLM
     from .runtime.api.outputs import CompletionOutput, Logprob, RequestOutput
     from .runtime.api.plan_report import PlanReport, plan
     from .runtime.api.sampling_params import SamplingParams
-    from .runtime.documents.document import Document, UnreadDocument
-    from .runtime.documents.iterate import iter_documents
-    from .runtime.documents.splitting import Chunk, split
     from .runtime.evaluation.check import CheckReport, check
 
     __version__: str
 
 _MODULES = {
     "CheckReport": ".runtime.evaluation.check",
-    "Chunk": ".runtime.documents.splitting",
+    "Chunk": ".apps.documents.splitting",
     "CompletionOutput": ".runtime.api.outputs",
-    "Document": ".runtime.documents.document",
+    "Document": ".apps.documents.document",
     "LLM": ".runtime.api.llm",
     "Logprob": ".runtime.api.outputs",
-    "MoedgeLM": ".runtime.evaluation.harness",
+    "MoedgeLM": ".apps.evaluation.harness",
     "MoedgeError": ".offload.errors",
     "PlanReport": ".runtime.api.plan_report",
     "RequestOutput": ".runtime.api.outputs",
     "SamplingParams": ".runtime.api.sampling_params",
-    "UnreadDocument": ".runtime.documents.document",
+    "UnreadDocument": ".apps.documents.document",
     "check": ".runtime.evaluation.check",
-    "iter_documents": ".runtime.documents.iterate",
+    "iter_documents": ".apps.documents.iterate",
     "plan": ".runtime.api.plan_report",
     "run_batch": ".runtime.api.batch",
-    "run_documents": ".runtime.api.documents",
-    "split": ".runtime.documents.splitting",
+    "run_documents": ".apps.documents.run",
+    "split": ".apps.documents.splitting",
 }
 
 __all__ = [
@@ -79,7 +79,12 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         value: Any = version("moedge")
     elif name in _MODULES:
-        value = getattr(import_module(_MODULES[name], __name__), name)
+        try:
+            value = getattr(import_module(_MODULES[name], __name__), name)
+        except ModuleNotFoundError as error:
+            if not (error.name or "").startswith(f"{__name__}.apps."):
+                raise
+            raise AttributeError(f"moedge.{name} is of the application {error.name}, which is left out here") from None
     else:
         raise AttributeError(f"module 'moedge' has no attribute {name!r}; it has {', '.join(__all__)}")
     globals()[name] = value

@@ -9,6 +9,6 @@
 `moedge batch --ray ADDRESS`, and `run_batch(..., ray=ADDRESS)`, are jobs on a cluster; they need nothing from here.
 """
 
-from .runtime.api.batch_model import BatchModel
+from .apps.cluster.batch_model import BatchModel
 
 __all__ = ["BatchModel"]

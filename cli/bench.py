@@ -8,6 +8,8 @@ from typing import Annotated, Any, Unpack
 
 import typer
 
+from ..runtime.settings.applications import application
+from ..runtime.settings.errors import SettingError
 from ..runtime.settings.option import Option, Takes
 from ..runtime.settings.options import EngineOptions, SeedOptions, StreamingOptions
 from .options import options
@@ -49,6 +51,11 @@ def bench(model: options.MODEL, sequences: SEQUENCES = "1,8,32", **given: Unpack
     The engine is loaded once, with the plan of a `moedge batch` of as many rows as the most sequences.
     """
     options.say_device(given["gpu_mem"])
+    charts: Any = None if given["page"] is None else application("reports", "speed_page")
+    if given["page"] is not None and charts is None:
+        raise SettingError(
+            "--page is written by the application `reports`, which is left out here; --json has all numbers"
+        )
     document = _measure(model, sequences, given)
     from .views.bench_view import print_bench
 
@@ -56,9 +63,7 @@ def bench(model: options.MODEL, sequences: SEQUENCES = "1,8,32", **given: Unpack
     if given["as_json"] is not None:
         given["as_json"].write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
     if given["page"] is not None:
-        from ..apps.reports.speed_page import speed_page
-
-        given["page"].write_text(speed_page(document))
+        given["page"].write_text(charts.speed_page(document))
 
 
 def _measure(model: str, sequences: str, given: BenchCommand) -> dict[str, Any]:

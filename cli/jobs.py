@@ -28,11 +28,10 @@ JSON = Annotated[bool, typer.Option("--json", help="Print OpenAI's batch object.
 
 def _batch_job(name: str) -> JobFolder:
     """The folder of a batch job. Raises JobNotFound, and JobMismatch for a job over documents."""
-    from ..runtime.documents.status import find_documents
-    from ..runtime.jobs.status import find_job
+    from ..runtime.jobs.status import find_job, find_rounds
     from ..runtime.settings.errors import JobMismatch
 
-    documents = find_documents(name)
+    documents = find_rounds(name)
     if documents is not None:
         raise JobMismatch(
             f"{name} is a job over documents: its `moedge docs` command resumes it (--failed runs failed rows again), "
@@ -44,21 +43,20 @@ def _batch_job(name: str) -> JobFolder:
 @app.command()
 def ls(as_json: JSON = False) -> None:
     """List your jobs and those in this folder, with their progress."""
-    from ..runtime.documents.status import DocumentsJob, listed
     from ..runtime.jobs.folder import JobFolder
-    from ..runtime.jobs.status import JobStatus, jobs
+    from ..runtime.jobs.status import JobStatus, RoundsJob, listed_jobs
     from ..runtime.settings.errors import BadJournal, JobNotFound, OtherVersion
     from .views.jobs_view import print_jobs
 
-    found: list[JobStatus | DocumentsJob] = []
-    for each in listed(jobs()):
+    found: list[JobStatus | RoundsJob] = []
+    for each in listed_jobs():
         try:
-            found.append(JobStatus.read(each) if isinstance(each, JobFolder) else DocumentsJob.read(each))
+            found.append(JobStatus.read(each) if isinstance(each, JobFolder) else each.read())
         except (JobNotFound, FileNotFoundError):
             # Rounds of a question that another one replaced, or a job that is being removed.
             continue
         except (BadJournal, OtherVersion) as error:
-            print(f"unreadable: {each.path if isinstance(each, JobFolder) else each}: {error}", file=sys.stderr)
+            print(f"unreadable: {each.path}: {error}", file=sys.stderr)
     found.sort(key=lambda status: status.created, reverse=True)
     if not as_json:
         print_jobs(found)
@@ -69,11 +67,10 @@ def ls(as_json: JSON = False) -> None:
 @app.command()
 def show(job: JOB, as_json: JSON = False) -> None:
     """Show the state of a job and the settings it was started with."""
-    from ..runtime.documents.status import find_documents
-    from ..runtime.jobs.status import JobStatus, find_job
+    from ..runtime.jobs.status import JobStatus, find_job, find_rounds
     from .views.jobs_view import print_documents, print_job
 
-    documents = find_documents(job)
+    documents = find_rounds(job)
     status = documents or JobStatus.read(find_job(job))
     if as_json:
         print(json.dumps(status.batch_object(), indent=2))

@@ -7,8 +7,6 @@ import gc
 import sys
 import tempfile
 import traceback
-from contextlib import suppress
-from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -17,15 +15,13 @@ import typer
 
 from ..offload.errors import ExitCode, exit_code_of
 from ..offload.memory import refused_library, return_memory
+from ..runtime.settings.applications import application
 from ..runtime.settings.formatting import escape_controls
 from ..runtime.settings.process import settle
 from .batch import batch, demo
 from .bench import bench
 from .check import check
 from .config import app as config
-from .docs import docs
-from .doctor import doctor
-from .evaluate import evaluate
 from .jobs import app as jobs
 from .models import app as models
 from .options.configured_command import ConfiguredCommand
@@ -33,9 +29,14 @@ from .options.options import say
 from .options.signals import Stopped, StopSignals
 from .plan import plan
 from .prepare import prepare
-from .report import report
 from .run import run
-from .serve import serve
+
+
+def _add(name: str, application_name: str, function: str, cls: type[ConfiguredCommand] | None) -> None:
+    """Adds the command of an application, a function of its module `command`, unless the application is left out."""
+    if (module := application(application_name, "command")) is not None:
+        app.command(name, cls=cls)(getattr(module, function))
+
 
 app = typer.Typer(
     name="moedge",
@@ -46,20 +47,17 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(cls=ConfiguredCommand)(batch)
-app.command(cls=ConfiguredCommand)(docs)
+_add("docs", "documents", "docs", ConfiguredCommand)
 app.command(cls=ConfiguredCommand)(run)
-app.command(cls=ConfiguredCommand)(serve)
+_add("serve", "serve", "serve", ConfiguredCommand)
 app.command(cls=ConfiguredCommand)(prepare)
 app.command(cls=ConfiguredCommand)(plan)
-app.command(cls=ConfiguredCommand)(doctor)
+_add("doctor", "doctor", "doctor", ConfiguredCommand)
 app.command(cls=ConfiguredCommand)(bench)
 app.command(cls=ConfiguredCommand)(check)
-app.command("eval", cls=ConfiguredCommand)(evaluate)
+_add("eval", "evaluation", "evaluate", ConfiguredCommand)
 app.command()(demo)
-with suppress(ModuleNotFoundError):
-    # Applications can be left out.
-    import_module("..apps.reports", __package__)
-    app.command()(report)
+_add("report", "reports", "report", None)
 app.add_typer(config, name="config")
 app.add_typer(jobs, name="jobs")
 app.add_typer(models, name="models")

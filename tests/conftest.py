@@ -3,6 +3,7 @@
 import functools
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -18,6 +19,7 @@ if os.environ.setdefault("TRITON_INTERPRET", "1") != "0":
 import pytest
 import torch
 
+from support.row_files import read_rows, write_rows
 from support.tiny_families import save_tiny
 
 REAL = Path(__file__).parent / "real"
@@ -114,3 +116,32 @@ def _interruptible() -> None:
     """A shell's background jobs ignore SIGINT, and so would the processes that tests start and interrupt."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """`cli("batch", ...)` is the exit code; "MOEDGE_NAME=value" sets a variable for this call, as in a shell."""
+    from moedge.cli.main import main
+
+    def call(*arguments: object) -> int:
+        texts = [str(each) for each in arguments]
+        variables = [each for each in texts if each.startswith("MOEDGE_")]
+        with monkeypatch.context() as patch:
+            for name, _, value in (each.partition("=") for each in variables):
+                patch.setenv(name, value)
+            patch.setattr(sys, "argv", ["moedge", *(each for each in texts if each not in variables)])
+            with pytest.raises(SystemExit) as ended:
+                main()
+        return int(ended.value.code or 0)
+
+    return call
+
+
+@pytest.fixture
+def rows_file() -> Callable[[Path, list[dict[str, Any]]], Path]:
+    return write_rows
+
+
+@pytest.fixture
+def rows_of() -> Callable[[Path], list[dict[str, Any]]]:
+    return read_rows

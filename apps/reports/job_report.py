@@ -13,12 +13,12 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from ...runtime.api.face import (
     Counts,
-    DocumentsJob,
     JobFolder,
     JobState,
     JobStatus,
     LoggedRun,
     OutputPaths,
+    RoundsJob,
     read_answer,
     read_runs,
 )
@@ -91,7 +91,7 @@ class JobReport:
         )
 
     @classmethod
-    def of_documents(cls, job: DocumentsJob) -> Self:
+    def of_documents(cls, job: RoundsJob) -> Self:
         runs, before, done = list[LoggedRun](), list[int](), 0
         for each in job.rounds:
             found = read_runs(each.folder.runs)
@@ -202,7 +202,7 @@ def _length(run: LoggedRun) -> float:
     return float(run.samples[-1]["s"]) if run.samples else 0.0
 
 
-def _status(job: JobStatus | DocumentsJob) -> str:
+def _status(job: JobStatus | RoundsJob) -> str:
     return str(job.phase) if job.reason is None else f"{job.phase} ({job.reason})"
 
 

@@ -12,10 +12,12 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
-from ...runtime.api.face import GIB, MOST_LACKING, duration, escape_controls, gib
+from ...runtime.api.face import GIB, duration, escape_controls, gib
 from .charts import LEVELS, Line, heat_map, over_time, parts_bar
 from .job_report import JobReport
 
+# What the summary of a job over documents names at most of the rows without a field.
+_MOST_LACKING = 12
 # The class of each phase in the page: a phase has its colour, whichever others there are.
 PHASES = {name: f"part-{number}" for number, name in enumerate(JobReport.PHASES)}
 # The colours of the lines of one chart, by their order: those of phases, the strongest first.
@@ -97,7 +99,7 @@ def _documents(summary: Mapping[str, Any]) -> dict[str, Any]:
 
 def _some(rows: Sequence[str]) -> str:
     """The rows that are known, which are the first ones."""
-    return ", ".join(map(_shown, rows)) + ("..." if len(rows) == MOST_LACKING else "")
+    return ", ".join(map(_shown, rows)) + ("..." if len(rows) == _MOST_LACKING else "")
 
 
 def _number(value: float) -> str:

@@ -139,7 +139,7 @@ def _kwargs(text: str) -> str:
 
 def say_device(gpu_mem: str | int = "auto", wanted: bool = True) -> None:
     """Says on stderr which device computes under `--gpu-mem`: the first line of a command, before slow imports."""
-    from ...runtime.doctor.packages import computing_line
+    from ...runtime.settings.computing import computing_line
 
     line = computing_line(str(gpu_mem))
     if wanted:

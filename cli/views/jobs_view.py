@@ -6,14 +6,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Protocol
 
 from rich.console import Console
 from rich.table import Table
 
-from ...runtime.documents.status import DocumentsJob
-from ...runtime.jobs.journal.state import Counts
-from ...runtime.jobs.status import JobPhase, JobStatus
+from ...runtime.jobs.status import JobStatus, ListedJob, RoundsJob
 from ...runtime.settings.formatting import escape_controls
 
 # For scripts that read the table, which has as many lines as there are jobs.
@@ -24,25 +21,6 @@ _LEFT_OUT = ("MODEL", "STARTED", "FAILED")
 _PADDING, _LEAST_OUTPUT = 2, 12
 # Facts of a job that are hashes of files.
 _HASHES = ("model", "tokenizer")
-
-
-class ListedJob(Protocol):
-    """A batch job, or a job over documents."""
-
-    @property
-    def job_id(self) -> str: ...
-    @property
-    def phase(self) -> JobPhase: ...
-    @property
-    def counts(self) -> Counts: ...
-    @property
-    def num_rows(self) -> int: ...
-    @property
-    def created(self) -> datetime: ...
-    @property
-    def model(self) -> str: ...
-    @property
-    def output(self) -> Path: ...
 
 
 def print_jobs(jobs: Sequence[ListedJob], width: int | None = None) -> None:
@@ -99,7 +77,7 @@ def age(seconds: float) -> str:
     return f"{days} day{'' if days == 1 else 's'} ago"
 
 
-def print_documents(job: DocumentsJob) -> None:
+def print_documents(job: RoundsJob) -> None:
     """The same for all rounds of a job over documents."""
     counts, phase = job.counts, str(job.phase) + (f" ({job.reason})" if job.reason else "")
     lines = {

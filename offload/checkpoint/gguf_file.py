@@ -10,6 +10,7 @@ import math
 import os
 import re
 import struct
+import time
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -32,6 +33,7 @@ _MAX_NUMEL = 1 << 62
 _ALIGNMENT = 32
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<B", 10: "<Q", 11: "<q", 12: "<d"}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
+_UNCHANGED_NS = 100_000_000
 _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 
 
@@ -47,6 +49,10 @@ class GgufHeader(NamedTuple):
     metadata: Mapping[str, Any]
     tensors: Mapping[str, TensorEntry]
     nbytes: int
+
+
+# By the identity of a file: device, inode, size, and when it was written and changed.
+_headers: dict[tuple[int, ...], GgufHeader] = {}
 
 
 def is_gguf(path: Path) -> bool:
@@ -74,14 +80,28 @@ def block_sizes() -> dict[int, tuple[str, int, int]]:
 
 
 def read_gguf_header(descriptor: int, file: str) -> GgufHeader:
-    """Reads the header of an open file, which is named in messages. Raises BadCheckpoint."""
+    """Reads the header of an open file, which is named in messages. Raises BadCheckpoint.
+
+    A header is kept while its file stays as it is: plan, shape and tokenizer all read it, and two million strings take
+    a second.
+    """
+    status = os.fstat(descriptor)
+    key = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    if key in _headers:
+        return _headers[key]
     with os.fdopen(os.dup(descriptor), "rb", buffering=1 << 16) as stream:
         stream.seek(0)
-        reader = _Reader(stream, os.fstat(descriptor).st_size, file)
+        reader = _Reader(stream, status.st_size, file)
         try:
-            return reader.header()
+            header = reader.header()
         except ValueError as fault:
             raise BadCheckpoint(f"{file}: {fault}") from None
+    # A file that was written a moment ago may be written again without another time of change.
+    if time.time_ns() - status.st_ctime_ns > _UNCHANGED_NS:
+        if len(_headers) >= MAX_FILES:
+            _headers.clear()
+        _headers[key] = header
+    return header
 
 
 class _Reader:

@@ -8,26 +8,40 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 from ...offload.memory import reset_host_peak
 from ..jobs.answer_stream import STDOUT
 from ..jobs.request import BatchRequest, ResumeOptions, cluster_request
 from ..jobs.session import Checked, Ended
 from ..sampling.model_defaults import unset_names
-from ..settings.errors import BadArgument
+from ..settings.applications import hooks
+from ..settings.errors import BadArgument, SettingError
 from ..settings.option import check, with_options
 from ..settings.options import BatchOptions
 from ..settings.stages import stage
 from .options import budgets_of, experts_of, input_format_of, limits_of, row_defaults_of, settings_of
 
 if TYPE_CHECKING:
-    from ..cluster.job import Cluster
     from ..engine.engine import Metrics
     from ..jobs.job import Executor, Measured, Planned, Running
     from ..jobs.run import RowFeed
     from ..jobs.summary import RunSummary
     from ..loading.engine_loader import LoadedModel
+    from ..plan.placement import Workload
+
+
+class Cluster(Protocol):
+    """Workers elsewhere, which an application starts and which stay loaded from one job to the next."""
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens of the longest sequence that every worker has memory for; None before the first job."""
+        ...
+
+    def plan(self, measured: Measured, expected: Workload | None = None) -> Planned: ...
+
+    def load(self, planned: Planned) -> Executor: ...
 
 
 class JobObserver:
@@ -107,17 +121,18 @@ def refuse_unreachable(checked: Checked) -> None:
     """Raises ClusterFailed where the cluster that a job is for does not answer, MissingExtra without Ray."""
     if checked.request.cluster is None:
         return
-    from ..cluster import address
-
+    found = hooks("refuse_unreachable")
+    if not found:
+        raise SettingError("--ray needs the application `cluster`, which is left out here; leave out --ray")
     with stage("connecting to the cluster"):
-        address.refuse_unreachable(checked.request.cluster.address)
+        found[0](checked.request.cluster.address)
 
 
 def cluster_of(measured: Measured) -> AbstractContextManager[Cluster]:
     """The workers that the request of a job names. Raises ClusterFailed, MissingExtra, SettingError."""
-    with stage("importing Ray"):
-        from ..cluster.job import open_cluster
-    return open_cluster(measured)
+    (open_cluster,) = hooks("open_cluster")
+    found: AbstractContextManager[Cluster] = open_cluster(measured)
+    return found
 
 
 def run_loaded(loaded: Executor, observer: JobObserver, feed: RowFeed | None = None) -> Ended:
@@ -233,6 +248,7 @@ def request_of(
         experts=experts_of(options),
         limits=limits_of(options),
         lenient=options.get("lenient", False),
+        csv_safe=options.get("csv_safe", False),
         resume=ResumeOptions(
             drift=(drift,) if isinstance(drift, str) else tuple(drift or ()),
             overwrite=options.get("overwrite", False),

@@ -268,6 +268,10 @@ class Engine:
     def add(self, sequence: Sequence) -> None:
         self.scheduler.add(sequence)
 
+    def abort(self, dropped: Callable[[Sequence], bool]) -> None:
+        """Drops sequences, between two passes; their blocks are free again."""
+        self.scheduler.abort(dropped)
+
     def step(self) -> list[Sequence]:
         """One pass over the weights; returns the sequences that it finished."""
         self.in_pass = True

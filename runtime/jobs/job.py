@@ -87,10 +87,17 @@ class Measured:
         """
         checked, workload, budgets = self.checked, expected or self.size.shape(), self.checked.request.budgets
         if (given := checked.given) is not None:
-            chosen = with_workload(given.chosen, given.policy.plan, workload)
-            return Planned(self, workload, given.memory, chosen, checked.claim.begin(chosen.plan))
+            return self.planned(given.chosen, given.policy.plan, workload, given.memory)
         memory, chosen = plan_model(checked.source, checked.claim.settings, budgets, workload, checked.request.plan)
         return Planned(self, workload, memory, chosen, checked.claim.begin(chosen.plan))
+
+    def planned(
+        self, chosen: PlanResult, plan: Plan, workload: Workload, memory: MachineMemory | None = None
+    ) -> Planned:
+        """The job begins by a plan that was made before, or elsewhere, then without the `memory` of this machine."""
+        chosen = with_workload(chosen, plan, workload)
+        memory = memory or MachineMemory(chosen.plan.budget)
+        return Planned(self, workload, memory, chosen, self.checked.claim.begin(chosen.plan))
 
 
 @dataclass(frozen=True, slots=True)

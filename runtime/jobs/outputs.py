@@ -7,6 +7,7 @@ again.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from hashlib import file_digest, sha256
 from pathlib import Path
@@ -139,8 +140,13 @@ def export(journal: Journal, folder: JobFolder, paths: OutputPaths) -> Exported:
 
 
 def _write_table(out: Path, journal: Path, state: JobState, file: Sink) -> None:
-    fields = schema_fields(state.opened["request"]["defaults"].get("schema"))
-    write_table(out.suffix, lambda: (done.line for done in read_answers(journal, state)), fields, file)
+    request = state.opened["request"]
+    fields, formulas = schema_fields(request["defaults"].get("schema")), not request.get("csv_safe", False)
+
+    def lines() -> Iterator[str]:
+        return (done.line for done in read_answers(journal, state))
+
+    write_table(out.suffix, lines, fields, file, formulas=formulas)
 
 
 def export_partial(journal: Path, state: JobState, target: Path) -> None:

@@ -81,6 +81,7 @@ class BatchRequest:
     limits: Limits = field(default_factory=Limits)
     experts: ExpertOptions = DEFAULTS
     lenient: bool = False
+    csv_safe: bool = False
     input_format: InputFormat = InputFormat.AUTO
     resume: ResumeOptions = field(default_factory=ResumeOptions)
     plan: Path | None = None
@@ -97,6 +98,7 @@ class BatchRequest:
             "settings": asdict(self.settings),
             "defaults": asdict(self.defaults),
             "lenient": self.lenient,
+            "csv_safe": self.csv_safe,
             "input_format": self.input_format,
         }
 
@@ -128,6 +130,7 @@ def resumed(
         budgets=budgets,
         limits=limits,
         lenient=request["lenient"],
+        csv_safe=request.get("csv_safe", False),
         input_format=InputFormat(request.get("input_format", InputFormat.AUTO)),
         resume=replace(resume, cancelled=True),
     )
@@ -237,7 +240,7 @@ def resolved(plan: Plan) -> dict[str, Any]:
     return {name: getattr(plan, name) for name in RESOLVED}
 
 
-def settle(settings: Settings, opened: Mapping[str, Any]) -> Settings:
+def pin_settings(settings: Settings, opened: Mapping[str, Any]) -> Settings:
     """Settings that resolve nothing again but attention, and the arithmetic where its kernels are not usable here."""
     recorded = {name: opened["identity"][name] for name in RESOLVED if name != "attention"}
     if recorded["compute"] == "int8" and not reads_integers(recorded["quant"], recorded["dtype"]):

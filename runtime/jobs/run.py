@@ -244,6 +244,20 @@ class OpenRow:
         """Prompt tokens that were found in the prefix cache; a prompt counts once, as in `usage`."""
         return sum(each.num_cached for each in self.sequences[:: self.row.num_samples])
 
+    def take(self, index: int) -> tuple[str, str]:
+        """The reasoning and the content of one choice that were not taken before and do not change any more."""
+        text = self.texts[index]
+        if self.sequences[index].finished:
+            text.finish()
+        return ("", text.take()) if isinstance(text, TextStream) else text.take_parts()
+
+    def completions(self) -> list[Completion] | RowFailure:
+        """The answers of the finished choices, split into their parts; or why one of them has ended with an error."""
+        broken = next((each for each in self.sequences if each.finish_reason is FinishReason.ERROR), None)
+        if broken is not None:
+            return _failure_of(broken, self.row)
+        return [completion_of(self.row, each, text) for each, text in zip(self.sequences, self.texts, strict=True)]
+
     def _share(self) -> None:
         for sequence in self.sequences:
             if self.first and self.first[-1].prompt_ids == sequence.prompt_ids:
@@ -293,7 +307,7 @@ class RowRunner:
     def drop(self, rows: Collection[int]) -> None:
         """Between two passes: these rows get no answer from here."""
         dropped = {sequence for sequence, opened in self._open.items() if opened.row.index in rows}
-        self._engine.scheduler.abort(lambda sequence: sequence in dropped)
+        self._engine.abort(lambda sequence: sequence in dropped)
         self._open = {sequence: opened for sequence, opened in self._open.items() if sequence not in dropped}
 
     def passes(self) -> Iterator[None]:
@@ -343,12 +357,9 @@ class RowRunner:
 
     def _answered(self, opened: OpenRow) -> Done:
         row = opened.row
-        broken = next((each for each in opened.sequences if each.finish_reason is FinishReason.ERROR), None)
-        if broken is not None:
-            return self._failed(failure_of(broken, row))
-        completions = [
-            completion_of(row, each, text) for each, text in zip(opened.sequences, opened.texts, strict=True)
-        ]
+        completions = opened.completions()
+        if isinstance(completions, RowFailure):
+            return self._failed(completions)
         cut = min((len(each.token_ids) for each in completions if each.finish_reason is FinishReason.LENGTH), default=0)
         if cut and row.schema is not None:
             done = self._failed(_incomplete(row, completions))
@@ -376,7 +387,7 @@ def failed_row(failure: RowFailure, answers: Answers, digest: str) -> Done:
     return Done(failure.index, True, 0, 0, digest, answers.failure(failure), {str(failure.code): 1})
 
 
-def failure_of(broken: Sequence, row: Row) -> RowFailure:
+def _failure_of(broken: Sequence, row: Row) -> RowFailure:
     """Why a sequence of a row has ended with an error."""
     if broken.grammar is not None and broken.grammar.error and row.schema is not None:
         found = invalid_schema(row.schema, broken.error).failure

@@ -38,9 +38,9 @@ from .request import (
     BatchRequest,
     Identity,
     identity,
+    pin_settings,
     recall_offsets,
     resolved,
-    settle,
     settle_offsets,
     settled_rows,
 )
@@ -227,7 +227,7 @@ class JobClaim:
     def settings(self) -> Settings:
         """The settings as resolved at the start of the job; as requested for a new job."""
         settings = self.request.settings
-        return settings if self._journal is None else settle(settings, self._journal.state.opened)
+        return settings if self._journal is None else pin_settings(settings, self._journal.state.opened)
 
     def rows_to_run(self) -> Iterable[int]:
         """Rows of this run in input order, limited by --max-rows."""

@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from platformdirs import user_state_path
 
+from ..settings.applications import hooks
 from ..settings.errors import JobInUse, JobMismatch, JobNotFound, OutputExists, counted
 from .folder import JobFolder, JobLock, is_locked, now_text
 from .journal.journal import Journal
@@ -197,6 +198,69 @@ def jobs(here: Path | None = None) -> Iterator[JobFolder]:
         if folder.begun:
             found[folder.path] = folder
     yield from found.values()
+
+
+class ListedJob(Protocol):
+    """A batch job, or a job of rounds."""
+
+    @property
+    def job_id(self) -> str: ...
+    @property
+    def phase(self) -> JobPhase: ...
+    @property
+    def counts(self) -> Counts: ...
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def created(self) -> datetime: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def output(self) -> Path: ...
+
+
+class RoundsJob(ListedJob, Protocol):
+    """A job that an application runs as several batch jobs, its rounds; `path` is its folder.
+
+    `summary` is what the last run left, `question` what is the same for all rows.
+    """
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def rounds(self) -> tuple[JobStatus, ...]: ...
+    @property
+    def summary(self) -> Mapping[str, Any]: ...
+    @property
+    def question(self) -> Mapping[str, Any]: ...
+    @property
+    def reason(self) -> str | None: ...
+    def batch_object(self) -> dict[str, Any]: ...
+
+
+class RoundsFolder(Protocol):
+    """The folder of such a job, which was not read yet."""
+
+    @property
+    def path(self) -> Path: ...
+    def read(self) -> RoundsJob: ...
+
+
+def find_rounds(name: str) -> RoundsJob | None:
+    """The job of rounds with this output, folder, or beginning of an id; None for any other name.
+
+    Raises BadJournal, OtherVersion, JobNotFound where no row of it has run.
+    """
+    found = (find(name) for find in hooks("find_rounds"))
+    return next((each for each in found if each is not None), None)
+
+
+def listed_jobs() -> Iterator[JobFolder | RoundsFolder]:
+    """The jobs of `jobs`; for rounds, once, the folder of the job that they belong to."""
+    found: Iterable[JobFolder | RoundsFolder] = jobs()
+    for collect in hooks("collect_rounds"):
+        found = collect(found)
+    yield from found
 
 
 def find_job(name: str) -> JobFolder:

@@ -376,6 +376,16 @@ class JobOptions(RowOptions, AnswerLength, SamplingOptions, StoppingOptions, tot
             common=True,
         ),
     ]
+    csv_safe: Annotated[
+        bool,
+        Option(
+            "In CSV, no cell is a formula of a spreadsheet: text that begins like one gets a ' in front.",
+            False,
+            flags=("--csv-safe/--no-csv-safe",),
+            panel=Panel.OUTPUT,
+            key=True,
+        ),
+    ]
     overwrite: Annotated[
         bool,
         Option(
@@ -491,6 +501,16 @@ class QuestionOptions(TypedDict, total=False):
             metavar="N",
             low=1,
             common=True,
+        ),
+    ]
+    csv_safe: Annotated[
+        bool,
+        Option(
+            "In CSV, no cell is a formula of a spreadsheet: text that begins like one gets a ' in front.",
+            True,
+            flags=("--csv-safe/--no-csv-safe",),
+            panel=Panel.OUTPUT,
+            key=True,
         ),
     ]
     failed: Annotated[bool, Option("Run failed rows again.", False, panel=Panel.STOPPING)]

@@ -23,8 +23,8 @@ from moedge.cli.options.configured_command import ConfigError, configured_comman
 from moedge.cli.views import job_view
 from moedge.offload.store import stores
 from moedge.runtime.api import single_prompt
-from moedge.runtime.doctor import packages
 from moedge.runtime.jobs.request import BatchRequest
+from moedge.runtime.settings import computing
 
 Cli = Callable[..., int]
 COMMANDS = configured_commands(get_command(app))
@@ -52,7 +52,7 @@ class Places:
 
 @pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Places:
-    monkeypatch.setattr(packages, "computing_line", lambda gpu_mem: COMPUTING)
+    monkeypatch.setattr(computing, "computing_line", lambda gpu_mem: COMPUTING)
     return Places(tmp_path, monkeypatch)
 
 
@@ -101,6 +101,7 @@ ARRIVES: dict[str, tuple[str, Callable[[BatchRequest], object], object]] = {
     "until": ('"07:00"', lambda r: r.limits.until, "07:00"),
     "max-failures": ('"5%"', lambda r: r.limits.max_failures, "5%"),
     "lenient": ("true", lambda r: r.lenient, True),
+    "csv-safe": ("true", lambda r: r.csv_safe, True),
     "progress": ('"none"', lambda r: request_view["style"], "none"),
     "stream": ('"wanted"', lambda r: r.experts.stream, "wanted"),
     "ray-workers": ("3", lambda r: r.cluster and r.cluster.workers, 3),

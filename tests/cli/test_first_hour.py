@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from moedge.apps.documents.view import waited_line
 from moedge.cli import main as command
-from moedge.cli.views.documents_view import waited_line
 from moedge.offload.errors import FolderRefused
 from moedge.offload.store.manifest import make_folder
 

@@ -48,6 +48,27 @@ def test_stdout_gets_every_answer_once_and_the_folder_is_removed(
     assert not (tmp_path / "-").exists()
 
 
+def test_a_csv_has_no_formulas_where_it_is_to_be_safe(cli: Cli, tmp_path: Path) -> None:
+    """Of documents, unless it is told otherwise; of rows where it is asked for, whenever it is exported."""
+    rows, folder = tmp_path / "rows.jsonl", tmp_path / "in"
+    rows.write_text('{"id": "=1+1", "prompt": "a", "max_tokens": 2}\n')
+    folder.mkdir()
+    (folder / "=1.txt").write_text("hello")
+    docs = ("docs", MODEL, folder, "--prompt", "x", "--max-tokens", 2, "-q", "-o")
+    for arguments, safe in (
+        (("batch", MODEL, rows, "-q", "-o", tmp_path / "a.csv"), False),
+        (("batch", MODEL, rows, "-q", "-o", tmp_path / "b.csv", "--csv-safe"), True),
+        ((*docs, tmp_path / "c.csv"), True),
+        ((*docs, tmp_path / "d.csv", "--no-csv-safe"), False),
+    ):
+        assert cli(*arguments) == 0
+        out = arguments[arguments.index("-o") + 1]
+        assert out.read_text().splitlines()[1].startswith("'=1" if safe else "=1"), arguments
+    (tmp_path / "b.csv").unlink()
+    assert cli("jobs", "export", tmp_path / "b.job", "-o", tmp_path / "again.csv") == 0
+    assert (tmp_path / "again.csv").read_text().splitlines()[1].startswith("'=1")
+
+
 def test_plan_says_which_rows_it_leaves_out(cli: Cli, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a"}\n{"prompt": "a", "max_token": 1}\n{"prompt": "a", "max_tokens": 99999}\n')

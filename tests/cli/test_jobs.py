@@ -368,5 +368,5 @@ def test_a_job_that_goes_away_while_jobs_are_listed_is_left_out(
     from moedge.runtime.jobs import status
 
     monkeypatch.setattr(status, "jobs", lambda: [JobFolder(tmp_path / "gone.job")])
-    monkeypatch.setattr("moedge.runtime.documents.status.listed", lambda found: found)
+    monkeypatch.setattr("moedge.apps.documents.hooks.collect_rounds", lambda found: found)
     assert cli("jobs", "ls") == 0

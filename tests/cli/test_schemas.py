@@ -8,11 +8,11 @@ from typing import Any
 import jsonschema
 import pytest
 
-from moedge.cli import evaluate
+from moedge.apps.documents import run as documents
+from moedge.apps.evaluation import command as evaluate
 from moedge.cli.views import progress
 from moedge.offload.machine import profile
 from moedge.offload.store import manifest
-from moedge.runtime.api import documents
 from moedge.runtime.evaluation import check, speed
 from moedge.runtime.jobs import status, summary
 from moedge.runtime.plan import history, plan_file

@@ -18,17 +18,17 @@ from typing import Any
 
 import pytest
 
+from moedge.apps.doctor import examination
+from moedge.apps.doctor.examination import Examination
+from moedge.apps.doctor.finding import fail
+from moedge.apps.doctor.host import HostMemoryFacts, check_hub_cache, check_memory, check_open_files
+from moedge.apps.doctor.packages import check_torch
+from moedge.apps.doctor.speeds import check_age, speed_findings
 from moedge.cli import check as cli_check
 from moedge.cli.views import jobs_view, progress
 from moedge.offload.machine.hardware import Driver
 from moedge.offload.machine.profile import PinLimit, save_machine
 from moedge.runtime.api import plan_report
-from moedge.runtime.doctor import examination, packages
-from moedge.runtime.doctor.examination import Examination
-from moedge.runtime.doctor.finding import fail
-from moedge.runtime.doctor.host import HostMemoryFacts, check_hub_cache, check_memory, check_open_files
-from moedge.runtime.doctor.packages import TorchBuild, check_torch
-from moedge.runtime.doctor.speeds import check_age, speed_findings
 from moedge.runtime.evaluation.check import CheckReport
 from moedge.runtime.evaluation.parts import Part
 from moedge.runtime.jobs import job as states
@@ -47,6 +47,8 @@ from moedge.runtime.jobs.summary import (
     TierMemory,
     summarise_rows,
 )
+from moedge.runtime.settings import computing
+from moedge.runtime.settings.computing import TorchBuild
 from moedge.runtime.settings.errors import MemoryGaveOut
 from support import recorded_machine
 from support.jobs import fake_engine
@@ -71,7 +73,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Shown:
     save_machine(RECORDED, tmp_path / "box.json")
     for name in ("find_torch", "find_driver", "find_gpus"):
         found = {"find_torch": TORCH, "find_driver": DRIVER, "find_gpus": RECORDED.hardware.gpus}[name]
-        monkeypatch.setattr(packages, name, lambda found=found: found)
+        monkeypatch.setattr(computing, name, lambda found=found: found)
     for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
         monkeypatch.setenv(name, str(tmp_path / name))
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from moedge.runtime.doctor import packages
 from moedge.runtime.jobs import job_plan
 from moedge.runtime.loading import machine_memory
+from moedge.runtime.settings import computing
 from support.row_files import read_rows, write_rows
 
 EXACT = ("--dtype", "fp32", "--quant", "none", "--deterministic", "-q", "--tokens-per-pass", "64")
@@ -33,7 +33,7 @@ def batch(
         monkeypatch.setattr(machine_memory, "find_device", lambda: fake and fake.device)
         monkeypatch.setattr(job_plan, "find_gpus", lambda: (fake,) if fake else ())
         # The first line of the command asks the driver, which is not there.
-        monkeypatch.setattr(packages, "computing_line", lambda gpu_mem: "computing on a simulated device")
+        monkeypatch.setattr(computing, "computing_line", lambda gpu_mem: "computing on a simulated device")
         arguments = ["batch", str(checkpoint("mixtral")), str(rows), "-o", str(out), *EXACT, *options]
         monkeypatch.setattr(sys, "argv", ["moedge", *arguments, "--summary", str(numbers)])
         with pytest.raises(SystemExit) as ended:

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
+from moedge.apps.doctor import kernels as doctor
+from moedge.apps.doctor.kernels import check_kernels
 from moedge.moe.expected_rows import wanted_by
 from moedge.offload.machine.hardware import Hardware
 from moedge.quant.kernels.gpu import Gpu, Lacks
 from moedge.quant.kernels.launch import Launch
 from moedge.quant.matmul import grouped_selftest as products
-from moedge.runtime.doctor import kernels as doctor
-from moedge.runtime.doctor.kernels import check_kernels
 from moedge.runtime.jobs import lifecycle
 from moedge.runtime.loading import engine_loader as load
 from moedge.runtime.loading import gpu_selftest as selftest

@@ -2,6 +2,7 @@
 
 import random
 import struct
+import time
 import tracemalloc
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import gguf
 import numpy as np
 import pytest
 
+from moedge.offload.checkpoint import gguf_file
 from moedge.offload.errors import BadCheckpoint
 from moedge.runtime.shape.checkpoint_shape import read_shape
+from moedge.runtime.source.model_source import model_fingerprint, open_source
 from support.hostile.gguf import (
     NUMBERS,
     VALUES,
@@ -69,6 +72,26 @@ def test_counts_and_lengths_take_no_memory_before_they_are_checked(
         assert tracemalloc.get_traced_memory()[1] < MOST_NBYTES
     finally:
         tracemalloc.stop()
+
+
+def test_f14_a_header_is_read_once_and_again_where_the_file_changed(
+    sound: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Millions of strings in an unknown key cost seconds: for a plan, a shape and a tokenizer together, once."""
+    read: list[int] = []
+    reader = gguf_file._Reader.header
+    monkeypatch.setattr(gguf_file._Reader, "header", lambda self: read.append(1) or reader(self))
+    path = tmp_path / "model.gguf"
+    path.write_bytes(sound)
+    time.sleep(0.2)
+    with open_source(str(path), tokenizer=False):
+        model_fingerprint(path)
+    assert len(read) == 1
+    path.write_bytes(sound)
+    for _ in range(2):
+        del read[:]
+        read_shape(path)
+        assert read, "a file that was written a moment ago may change unseen"
 
 
 def test_scales_that_are_not_finite_are_refused(sound: bytes, tmp_path: Path) -> None:

@@ -14,13 +14,13 @@ ROOT = Path(__file__).parents[2]
 FLOORS = ("quant", "offload", "moe", "runtime", "apps", "cli", "api")
 # Those that are caught before a command or a caller would see them, and where.
 CONTROL_FLOW = {
-    "ApiError": "runtime/serve/app.py and runtime/serve/gate.py, which answer with it",
+    "ApiError": "apps/serve/app.py and apps/serve/gate.py, which answer with it",
     "CannotBuild": "setup.py and quant/native/build.py itself, which go on without the library",
     "CannotLink": "runtime/loading/prepare.py, which then copies all weights",
     "DamagedZstd": "runtime/rows/reader.py and runtime/rows/tables.py, which say it of the file",
     "FormatError": "runtime/kv/spec.py and runtime/weights/preparation.py, which know the setting or the checkpoint",
     "InvalidRow": "runtime/rows/reader.py, which makes a RowFailure of it",
-    "ReadFailure": "runtime/documents/iterate.py, which makes an UnreadDocument of it",
+    "ReadFailure": "apps/documents/iterate.py, which makes an UnreadDocument of it",
     "_Refused": "runtime/rows/tables.py itself, which makes InputRefused of it",
     "Stopped": "cli/views/job_view.py, which ends with the code of the signal",
 }

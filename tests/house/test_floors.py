@@ -9,12 +9,12 @@ import pytest
 from support.import_graph import ImportGraph, circles
 
 ROOT = Path(__file__).parents[2]
-FLOORS = {"quant": 1, "offload": 1, "moe": 2, "runtime": 3, "apps": 4, "cli": 5, "api": 6}
+FLOORS = {"quant": 1, "offload": 1, "moe": 2, "runtime": 3, "cli": 4, "apps": 5, "api": 6}
 # The floors inside runtime, from the ground up: a folder imports folders of lower lines only, or its own.
 RUNTIME = [
     {"settings"},
     {"text", "shape"},
-    {"sampling", "kv", "documents.readers"},
+    {"sampling", "kv"},
     {"rows"},
     {"engine", "jobs.journal", "attention.kernels"},
     {"attention", "model.recurrent"},
@@ -23,10 +23,8 @@ RUNTIME = [
     {"loading"},
     {"calibration"},
     {"jobs"},
-    {"documents", "cluster"},
     {"api"},
-    {"serve", "evaluation"},
-    {"doctor"},
+    {"evaluation"},
 ]
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
@@ -123,7 +121,7 @@ def test_files_and_functions_stay_small(path: Path) -> None:
         if isinstance(node, ast.FunctionDef):
             assert (node.end_lineno or 0) - node.lineno < MAX_FUNCTION_LINES, node.name
             # A command's parameters are its options: they are the user's vocabulary, not a signature to keep short.
-            if path.parent.name != "cli":
+            if path.parent.name != "cli" and path.name != "command.py":
                 assert len(node.args.args) + len(node.args.kwonlyargs) <= MAX_PARAMETERS + 1, node.name
 
 

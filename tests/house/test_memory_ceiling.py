@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -123,7 +124,7 @@ def test_where_no_group_can_be_made_the_reason_is_said_and_nothing_is_left(tmp_p
 def file(tmp_path: Path) -> Path:
     """Eight MiB that are in the page cache, on a file system that can let go of them."""
     path = tmp_path / "file"
-    path.write_bytes(os.urandom(8 * MIB))
+    path.write_bytes(random.Random(0).randbytes(8 * MIB))
     assert page_cache.resident_nbytes([path]) == 8 * MIB
     with path.open("rb") as opened:
         os.fsync(opened.fileno())

@@ -30,6 +30,22 @@ def test_nobody_else_changes_the_path() -> None:
     assert found - {"tests/house/test_support.py"} == ALLOWED
 
 
+# Whatever draws without a seed: what it found could not be made to happen again.
+UNSEEDED = re.compile(r"\bos\.urandom\(|\bsecrets\.|Random\(\)|default_rng\(\)|\brandom\.(random|uniform|shuffle)\(")
+
+
+def unseeded(text: str) -> list[str]:
+    own = "random: Random" in text or "random: random.Random" in text
+    return [] if own else [line.strip() for line in text.splitlines() if UNSEEDED.search(line)]
+
+
+def test_every_draw_of_a_test_has_a_seed() -> None:
+    assert {name: found for name, text in sources("tests") if (found := unseeded(text))} == {}
+    assert unseeded("x = os.urandom(3)\ny = random.Random(3).random()\nz = random.random()") == [
+        "x = os.urandom(3)", "z = random.random()"
+    ]  # fmt: skip
+
+
 def test_tests_import_nothing_from_bench() -> None:
     """Those of real weights do: bench fetches and makes the models that they are about."""
     for name, text in sources("tests"):

@@ -25,7 +25,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from matrix.kills import MODEL, OneDay
 from matrix.state import Part
-from moedge.runtime.api.documents import DocumentsObserver, documents_request, run_documents_job
+from moedge.apps.documents.run import DocumentsObserver, documents_request, run_documents_job
 from moedge.runtime.jobs import session
 from support.document_folder import make_many
 from support.jobs.documents_oracle import install

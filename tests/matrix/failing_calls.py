@@ -1,7 +1,7 @@
 """Does work whose k-th call to the system fails end in a sentence, lose nothing and go on, for every k and every error?
 
-And are tokenizers that were spoiled in 200 ways refused or right? These are the slow cases of tests, of which the fast
-lane tries a sample.
+And are 200 spoiled tokenizers, 73 templates, 300 documents and 187 requests refused or right? These are the slow cases
+of tests, of which the fast lane tries a sample.
 """
 
 from __future__ import annotations
@@ -15,10 +15,15 @@ from matrix.state import ROOT, Part
 
 TESTS = {
     "jobs": "tests/runtime/jobs/test_crash_points.py",
-    "documents": "tests/runtime/documents/test_failing_calls.py",
+    "reading documents": "tests/apps/documents/test_failing_calls.py",
     "preparations": "tests/offload/store/test_crash.py",
-    "a server's files and batches": "tests/runtime/serve/test_storage.py",
+    "a server's files and batches": "tests/apps/serve/test_storage.py",
     "tokenizers and other small files": "tests/hostile/test_small_files.py",
+    "whole commands": "tests/cli/test_failing_calls.py",
+    "rows at the smallest budget": "tests/hostile/test_ceilings.py",
+    "templates": "tests/hostile/test_templates.py",
+    "documents": "tests/hostile/test_documents.py",
+    "requests": "tests/hostile/test_requests.py",
 }
 
 

@@ -8,6 +8,7 @@ interrupted resumes it, and goes on with the deaths where it was.
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import tempfile
@@ -39,7 +40,9 @@ _DONE = "deaths"
 
 def check(folder: Path, rows: int, kills: int) -> list[str]:
     """One job whose workers are killed, against the same one in this process."""
-    generator = random.Random()
+    seed = int(os.environ.get("SEED", time.time_ns() % 1_000_000))
+    print(f"SEED={seed} draws the same workers and instants again")
+    generator = random.Random(seed)
 
     def deeds(found: Any) -> list[Callable[[], bool]]:
         killed = [kill_one(generator) for _ in range(kills)]

@@ -21,6 +21,7 @@ from moedge.quant.matmul.matmul import Matmul, ParallelMatmul, Workspace
 from support.experts.instant_lane import InstantLane, number, open_stream, shard
 
 LAYERS, EXPERTS, TOKENS = 3, 8, 4
+DELAYS = random.Random(0)
 
 
 class Bytes(ExpertBody):
@@ -31,7 +32,7 @@ class Bytes(ExpertBody):
 
     def forward(self, rows: torch.Tensor, weights: Any, compute: Matmul) -> None:
         before = weights.clone()
-        time.sleep(random.uniform(0, 2e-4))
+        time.sleep(DELAYS.uniform(0, 2e-4))
         assert torch.equal(weights, before), "overwritten while somebody computed on it"
         rows.fill_(float(weights[0]))
 

@@ -3,6 +3,7 @@
 import errno
 import mmap
 import os
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from moedge.offload.stream.lane import ALIGNMENT
 from moedge.offload.stream.reader_lane import DirectFile, HostBytes
 
-CONTENT = os.urandom(5 * ALIGNMENT + 100)
+CONTENT = random.Random(0).randbytes(5 * ALIGNMENT + 100)
 
 
 @pytest.fixture

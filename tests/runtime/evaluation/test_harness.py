@@ -14,8 +14,8 @@ import torch
 os.environ |= {"HF_DATASETS_OFFLINE": "1", "HF_EVALUATE_OFFLINE": "1"}
 
 from moedge import LLM, MoedgeLM
-from moedge.cli.evaluate import results_json
-from moedge.runtime.evaluation.harness import evaluate, task_manager
+from moedge.apps.evaluation.command import results_json
+from moedge.apps.evaluation.harness import evaluate, task_manager
 from moedge.runtime.settings.errors import BadArgument
 from moedge.runtime.settings.options import LLMOptions
 

@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import os
+import random
 import shlex
 import signal
 import subprocess
@@ -141,6 +142,7 @@ def test_times_decimals_lists_and_nan_of_parquet_are_what_json_has(tmp_path: Pat
     assert found == {"t": "2026-01-02T03:00:00", "d": "1.50", "l": [{"role": "user"}], "f": None}
 
 
+NOISE = zstandard.compress(random.Random(0).randbytes(999).hex().encode())
 HOSTILE = {
     "a quotation mark left open": ("csv", b'a,b\n1,"x\n2,3\n', "line 3: unexpected end of data"),
     "text behind a quotation mark": ("csv", b'a,b\n1,"x"y\n', "expected after"),
@@ -162,7 +164,11 @@ HOSTILE = {
     "a string left open": ("json", b'["' + b"x" * (17 << 20), "16 MiB"),
     "an array in latin-1": ("json", b'["\xe9t\xe9    "]', "not UTF-8"),
     "a cut gzip file": ("csv", gzip.compress(b"a\n" * 99)[:-9], "damaged or cut off"),
-    "a cut zstd file": ("csv", zstandard.compress(os.urandom(999).hex().encode())[:-9], "damaged or cut off"),
+    "a cut zstd file": (
+        "csv",
+        zstandard.compress(random.Random(0).randbytes(999).hex().encode())[:-9],
+        "damaged or cut off",
+    ),
     "a damaged zstd file": ("csv", b"\x28\xb5\x2f\xfd" + b"\xff" * 99, "damaged or cut off"),
     "half a parquet file": ("parquet", as_parquet([{"a": 1}])[:-9], "not a whole Parquet file"),
     "binary data": ("parquet", as_parquet([{"a": {"bytes": b"x"}}]), "'a.bytes' holds binary data"),

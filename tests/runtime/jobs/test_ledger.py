@@ -25,7 +25,7 @@ from moedge.runtime.jobs import session as sessions
 from moedge.runtime.jobs import stop as ending
 from moedge.runtime.jobs.folder import JobFolder, JobLock, is_locked
 from moedge.runtime.jobs.journal.state import read_state
-from moedge.runtime.jobs.request import BatchRequest, ResumeOptions, settle
+from moedge.runtime.jobs.request import BatchRequest, ResumeOptions, pin_settings
 from moedge.runtime.jobs.run import FileRows
 from moedge.runtime.jobs.session import Checked
 from moedge.runtime.jobs.stop import Limits
@@ -166,9 +166,9 @@ def test_j10_a_resumed_job_keeps_its_arithmetic_where_it_can(monkeypatch: pytest
     identity = {"dtype": "bf16", "quant": "int4", "kv": "int8", "compute": "int8", "deterministic": False}
     for available, compute in ((True, "int8"), (False, "auto")):
         monkeypatch.setattr(library, "available", lambda here=available: here)
-        assert settle(Settings(), {"identity": identity}).compute == compute
+        assert pin_settings(Settings(), {"identity": identity}).compute == compute
     whole = identity | {"quant": "int8"}
-    assert settle(Settings(), {"identity": whole}).compute == "int8", "torch multiplies these"
+    assert pin_settings(Settings(), {"identity": whole}).compute == "int8", "torch multiplies these"
 
 
 def test_j10_key_offsets_are_kept_with_the_job_and_others_are_refused_by_name(

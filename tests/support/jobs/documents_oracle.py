@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from moedge.runtime.api import documents as api
+from moedge.apps.documents import run as api
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.jobs import job_plan, lifecycle, session
 from moedge.runtime.jobs.job import Running

@@ -278,7 +278,7 @@ def test_j17_a_journal_of_a_newer_version_is_refused_by_name(tmp_path: Path) -> 
 
 
 def test_what_is_no_journal_is_refused(tmp_path: Path) -> None:
-    for data in (b"", b"{}\n", b"00000000 {}\n", os.urandom(100)):
+    for data in (b"", b"{}\n", b"00000000 {}\n", random.Random(0).randbytes(100)):
         (tmp_path / "journal").write_bytes(data)
         with pytest.raises(BadJournal):
             Journal(tmp_path / "journal")

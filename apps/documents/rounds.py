@@ -1,0 +1,349 @@
+"""The rows of a job over documents, in rounds: files of rows, each answered by a batch job.
+
+The first round are chunks of documents, and grows while they are read; later ones are merges of partial answers, and
+whatever was added to the folder since. An answer is found again by the id of its row, which says document, level and
+number. An index has an entry for each document.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from ...runtime.api.face import AtomicFile, OutputPaths
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer to one row: its `text`, None where it has none, or `error` with a code and a message.
+
+    `partial` is the text of an answer that was cut within its JSON.
+    """
+
+    text: str | None = None
+    finish_reason: str | None = None
+    usage: Mapping[str, int] = field(default_factory=dict)
+    error: Mapping[str, Any] | None = None
+    partial: str | None = None
+    reasoning: str | None = None
+
+    @property
+    def shown(self) -> str:
+        """What later rounds get of it."""
+        return (self.text if self.text is not None else self.partial) or ""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """`rows` is the input of a batch job, `answers` its output."""
+
+    number: int
+    folder: Path
+
+    @property
+    def rows(self) -> Path:
+        return self.folder / f"{self.number:04d}.jsonl"
+
+    @property
+    def answers(self) -> Path:
+        return self.folder / f"{self.number:04d}.answers.jsonl"
+
+    @property
+    def outputs(self) -> OutputPaths:
+        return OutputPaths(self.answers)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Those that have its answers and errors so far."""
+        paths = self.outputs
+        return (paths.out, paths.errors) if self.finished else (paths.partial,)
+
+    @property
+    def finished(self) -> bool:
+        return self.answers.exists()
+
+    def write(self, rows: Iterable[Mapping[str, Any]]) -> int:
+        """Returns their number; without any, nothing is written."""
+        file, count = AtomicFile(self.rows), 0
+        try:
+            for row in rows:
+                file.write(json.dumps(row, separators=(",", ":")).encode() + b"\n")
+                count += 1
+            if count:
+                file.publish()
+        finally:
+            file.discard()
+        return count
+
+
+class Rounds:
+    """The rounds in a folder, and the answers of those that are finished."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @cached_property
+    def all(self) -> list[Round]:
+        numbers = sorted(int(path.name.split(".")[0]) for path in self._folder.glob("????.jsonl"))
+        return [Round(number, self._folder) for number in numbers]
+
+    @property
+    def first(self) -> Round | None:
+        """The one that says with what settings the others are answered."""
+        return self.all[0] if self.all else None
+
+    @property
+    def unfinished(self) -> Round | None:
+        return next((each for each in self.all if not each.finished), None)
+
+    def add(self, rows: Iterable[Mapping[str, Any]]) -> Round | None:
+        """The next round, of these rows; None where there are none."""
+        made = self._next()
+        if not made.write(rows):
+            return None
+        self.all.append(made)
+        return made
+
+    def new(self) -> Round:
+        """The next round, whose rows are still to be written."""
+        self.all.append(made := self._next())
+        return made
+
+    def _next(self) -> Round:
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return Round(self.all[-1].number + 1 if self.all else 1, self._folder)
+
+    def answers(self) -> Answers:
+        """Those of the rounds that are finished now, and those that a stopped one has so far."""
+        return Answers(path for each in self.all for path in each.files)
+
+
+class LineOffsets:
+    """Where lines begin, by a name that each of them has: 24 to 48 bytes of memory a line.
+
+    Names are not kept, only hashes of them: `find` gives the lines that may have a name, for the caller to compare.
+    A hash table with linear probing (Knuth, The Art of Computer Programming 3, 6.4, algorithm L).
+    """
+
+    def __init__(self) -> None:
+        self._hashes, self._begins = _slots(_FEWEST_SLOTS), _slots(_FEWEST_SLOTS)
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, name: str, begin: int) -> None:
+        if 3 * self._count >= 2 * len(self._hashes):
+            self._grow()
+        self._put(_hash(name), begin + 1)
+        self._count += 1
+
+    def find(self, name: str) -> list[int]:
+        """Of lines that were added with the same name, the last one first."""
+        hashed, found = _hash(name), []
+        at = hashed % len(self._hashes)
+        while begin := self._begins[at]:
+            if self._hashes[at] == hashed:
+                found.append(begin - 1)
+            at = (at + 1) % len(self._hashes)
+        return sorted(found, reverse=True)
+
+    def _put(self, hashed: int, begin: int) -> None:
+        at = hashed % len(self._hashes)
+        # One more than where a line begins: 0 is a slot without one.
+        while self._begins[at]:
+            at = (at + 1) % len(self._hashes)
+        self._hashes[at], self._begins[at] = hashed, begin
+
+    def _grow(self) -> None:
+        before = zip(self._hashes, self._begins, strict=True)
+        self._hashes, self._begins = _slots(2 * len(self._hashes)), _slots(2 * len(self._begins))
+        for hashed, begin in before:
+            if begin:
+                self._put(hashed, begin)
+
+
+_FEWEST_SLOTS = 64
+
+
+def _slots(count: int) -> array[int]:
+    return array("Q", bytes(8 * count))
+
+
+def _hash(name: str) -> int:
+    return hash(name) & (1 << 64) - 1
+
+
+# A line of a file: which file, then the byte.
+_OFFSET_BITS = 48
+
+
+class RowLines:
+    """Lines of JSON in files by the `id` in each, read one at a time; of two with one id, that of the later file."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._paths = [path for path in paths if path.exists()]
+        self._offsets = LineOffsets()
+        for number, path in enumerate(self._paths):
+            self._index(number, path)
+
+    def __contains__(self, row_id: str) -> bool:
+        return self._find(row_id) is not None
+
+    def _find(self, row_id: str) -> Mapping[str, Any] | None:
+        for found in self._offsets.find(row_id):
+            with self._paths[found >> _OFFSET_BITS].open("rb") as file:
+                file.seek(found & (1 << _OFFSET_BITS) - 1)
+                row: Mapping[str, Any] = json.loads(file.readline())
+            if row["id"] == row_id:
+                return row
+        return None
+
+    def _index(self, number: int, path: Path) -> None:
+        begin = number << _OFFSET_BITS
+        with path.open("rb") as file:
+            for line in file:
+                self._offsets.add(json.loads(line)["id"], begin)
+                begin += len(line)
+
+
+class Answers(RowLines):
+    """The answers of rows."""
+
+    def __getitem__(self, row_id: str) -> Answer:
+        found = self._find(row_id)
+        if found is None:
+            raise KeyError(row_id)
+        return Answer(
+            found.get("text"), found.get("finish_reason"), found.get("usage", {}), found.get("error"),
+            found.get("partial"), found.get("reasoning_content"),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """`chunks` are [start, end, first page, last page] with pages of 0 for texts that have none.
+
+    `facts` are what prompts may use of the document. `error` says why it is not asked about.
+    """
+
+    source: str
+    sha256: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    chunks: tuple[tuple[int, int, int, int], ...] = ()
+    notes: tuple[str, ...] = ()
+    error: Mapping[str, Any] | None = None
+
+    @property
+    def key(self) -> str:
+        """Identifies the document by its path and its bytes."""
+        return document_key(self.source, self.sha256)
+
+    def pages(self, first: int, last: int) -> tuple[int, int] | None:
+        """The pages of the chunks `first` to `last`, counted from 0."""
+        pages = self.chunks[first][2], self.chunks[last][3]
+        return pages if all(pages) else None
+
+    def dumped(self) -> bytes:
+        return json.dumps(asdict(self), separators=(",", ":")).encode()
+
+
+def document_key(source: str, sha256: str) -> str:
+    return blake2b(f"{sha256}:{source}".encode(), digest_size=10).hexdigest()
+
+
+def row_id(key: str, level: int, index: int) -> str:
+    """Of chunk `index` at level 0, and of the merge of that number at higher ones."""
+    return f"{key}.{level}.{index}"
+
+
+def read_entries(path: Path) -> Iterator[Entry]:
+    """The entries of an index, one at a time; none where there is no index."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            yield _entry(line)
+
+
+def _entry(line: bytes) -> Entry:
+    found = json.loads(line)
+    chunks = tuple(tuple(each) for each in found.pop("chunks"))
+    return Entry(**{**found, "notes": tuple(found["notes"])}, chunks=chunks)
+
+
+class IndexedEntries:
+    """The lines of an index by the names of their documents; those of the file that it was, where it is replaced."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb") if path.exists() else None
+        self._offsets = LineOffsets()
+        begin = 0
+        for line in self._file or ():
+            self._offsets.add(json.loads(line)["source"], begin)
+            begin += len(line)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def get(self, source: str) -> bytes | None:
+        for begin in self._offsets.find(source):
+            assert self._file is not None
+            self._file.seek(begin)
+            line = self._file.readline()
+            if json.loads(line)["source"] == source:
+                return line
+        return None
+
+    def sha256(self, source: str) -> str | None:
+        """The hash of the file; "" for one that could not be read, None for one that was not there."""
+        line = self.get(source)
+        return None if line is None else str(json.loads(line)["sha256"])
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+class EntryLog:
+    """Entries in the order in which documents were read, in a file without a name, and given in that of their numbers.
+
+    One thread adds entries, whoever reads them does so afterwards.
+    """
+
+    def __init__(self, folder: Path, num_files: int) -> None:
+        self._file = cast(BinaryIO, tempfile.TemporaryFile(dir=folder, buffering=1 << 20))  # noqa: SIM115
+        # One more than where an entry begins: 0 is a file that was not read.
+        self._begins = array("Q", bytes(8 * num_files))
+        self._end = 0
+
+    def add(self, number: int, entry: Entry) -> None:
+        line = entry.dumped() + b"\n"
+        self._file.write(line)
+        self._begins[number] = self._end + 1
+        self._end += len(line)
+
+    def lines(self) -> Iterator[bytes]:
+        """Of every document that was read."""
+        return (line for line in self.by_number() if line is not None)
+
+    def entries(self) -> Iterator[Entry]:
+        return map(_entry, self.lines())
+
+    def by_number(self) -> Iterator[bytes | None]:
+        """The line of every file; None of those that were not read."""
+        self._file.flush()
+        for begin in self._begins:
+            if begin:
+                self._file.seek(begin - 1)
+            yield self._file.readline() if begin else None
+
+    def close(self) -> None:
+        self._file.close()

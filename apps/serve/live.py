@@ -1,0 +1,206 @@
+"""One request whose answer somebody waits for: its sequences in the engine, and what each pass adds to its answer."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...runtime.api.face import (
+    Endpoint,
+    InvalidRow,
+    LoadedModel,
+    OpenRow,
+    Row,
+    RowFailure,
+    RowReader,
+    TokenizerError,
+    parse_object,
+)
+from .errors import ApiError, of_failure, refused
+from .files import new_id
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text that does not change any more of one choice."""
+
+    index: int
+    reasoning: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The whole answer: the body of OpenAI's response."""
+
+    body: dict[str, Any]
+
+
+Event = Piece | Finished | ApiError
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """How an answer is delivered: in pieces or whole, and whether its last piece counts tokens."""
+
+    stream: bool
+    usage: bool
+
+
+class LiveRequest:
+    """`advance` runs on the engine's thread; `cancel` may be called from any."""
+
+    def __init__(self, opened: OpenRow, wanted: Wanted, model: str, reader: RowReader) -> None:
+        self.row = opened.row
+        self.opened = opened
+        self.wanted = wanted
+        self.model = model
+        self.created = int(time.time())
+        self.cancelled = False
+        self.emit: Callable[[Event], None] = lambda event: None
+        self._reader = reader
+        self._ended: set[int] = set()
+        # Calls of functions are found in the whole text.
+        self._in_pieces = wanted.stream and not self.row.tools
+
+    def cancel(self) -> None:
+        """Nobody waits any more; its sequences are dropped before the next pass."""
+        self.cancelled = True
+
+    def fail(self, error: ApiError) -> None:
+        self.emit(error)
+
+    def advance(self) -> bool:
+        """Emits what the last pass brought; returns whether the answer is complete."""
+        for index, sequence in enumerate(self.opened.sequences):
+            if index not in self._ended:
+                self._advance(index, sequence.finished)
+        if len(self._ended) < len(self.opened.sequences):
+            return False
+        found = self._reader.answer(self.opened, self.created)
+        self.emit(of_failure(found) if isinstance(found, RowFailure) else Finished(found))
+        return True
+
+    def _advance(self, index: int, finished: bool) -> None:
+        if finished:
+            self._ended.add(index)
+        if self._in_pieces:
+            reasoning, content = self.opened.take(index)
+            if reasoning or content:
+                self.emit(Piece(index, reasoning, content))
+
+
+class RequestReader:
+    """Bodies of requests to sequences; from any thread, one after the other."""
+
+    def __init__(self, loaded: LoadedModel, model: str, max_tokens: int, seed: int) -> None:
+        """`max_tokens` and `seed` are for requests that do not say; `model` is the name that answers carry."""
+        self._model = model
+        self._max_tokens = max_tokens
+        self._lock = threading.Lock()
+        self._reader = RowReader(loaded, model, seed)
+
+    def open(self, data: bytes, endpoint: Endpoint) -> LiveRequest:
+        """Raises ApiError."""
+        try:
+            body = parse_object(data)
+            wanted = _wanted(body)
+            row = self._row(body, endpoint)
+        except InvalidRow as error:
+            raise of_failure(error.failure) from None
+        most = None if _says_how_long(body) else self._max_tokens
+        with self._lock:
+            try:
+                opened = self._reader.open(row, most)
+            except TokenizerError as error:
+                # Of a text on which the tokenizer works too long; the model has answered others.
+                raise refused(str(error), "prompt") from None
+        if isinstance(opened, RowFailure):
+            raise of_failure(opened)
+        for sequence in opened.sequences:
+            sequence.interactive = True
+        return LiveRequest(opened, wanted, self._model, self._reader)
+
+    def _row(self, body: Mapping[str, Any], endpoint: Endpoint) -> Row:
+        fields = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
+        if not _says_how_long(body):
+            fields["max_tokens"] = max(1, fields["min_tokens"]) if type(fields.get("min_tokens")) is int else 1
+        return self._reader.row(fields, endpoint, new_id(""))
+
+
+def _says_how_long(body: Mapping[str, Any]) -> bool:
+    return body.get("max_tokens") is not None or body.get("max_completion_tokens") is not None
+
+
+def _wanted(body: Mapping[str, Any]) -> Wanted:
+    stream, options = body.get("stream") or False, body.get("stream_options") or {}
+    if not isinstance(stream, bool):
+        raise refused("stream must be true or false", "stream", "invalid_type")
+    if not isinstance(options, dict):
+        raise refused("stream_options must be an object", "stream_options", "invalid_type")
+    if stream and body.get("logprobs") is not None and body["logprobs"] is not False:
+        raise refused(
+            "logprobs of a stream are not supported; leave out one of both", "logprobs", "unsupported_parameter"
+        )
+    return Wanted(stream, options.get("include_usage") is True)
+
+
+def chunks(live: LiveRequest, event: Piece | Finished) -> list[dict[str, Any]]:
+    """The objects of OpenAI's stream that an event becomes."""
+    if isinstance(event, Piece):
+        return [_chunk(live, [_delta(live, event.index, event.reasoning, event.content)])]
+    choices = [_last(live, choice) for choice in event.body["choices"]]
+    ended = [_chunk(live, choices)]
+    return [*ended, {**_chunk(live, []), "usage": event.body["usage"]}] if live.wanted.usage else ended
+
+
+def first_chunk(live: LiveRequest) -> dict[str, Any] | None:
+    """What a chat's stream begins with."""
+    if live.row.endpoint is not Endpoint.CHAT:
+        return None
+    choices = range(len(live.opened.sequences))
+    delta = {"role": "assistant", "content": ""}
+    return _chunk(
+        live, [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None} for index in choices]
+    )
+
+
+def _chunk(live: LiveRequest, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    chat = live.row.endpoint is Endpoint.CHAT
+    return {
+        "id": ("chatcmpl-" if chat else "cmpl-") + live.row.id,
+        "object": "chat.completion.chunk" if chat else "text_completion",
+        "created": live.created,
+        "model": live.model,
+        "choices": choices,
+    }
+
+
+def _delta(live: LiveRequest, index: int, reasoning: str, content: str) -> dict[str, Any]:
+    if live.row.endpoint is not Endpoint.CHAT:
+        return {"index": index, "text": content, "logprobs": None, "finish_reason": None}
+    delta = {"content": content} if content else {}
+    delta |= {"reasoning_content": reasoning} if reasoning else {}
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _last(live: LiveRequest, choice: dict[str, Any]) -> dict[str, Any]:
+    """The end of one choice; of an answer that may call functions it is all of it."""
+    ended = {**_delta(live, choice["index"], "", ""), "finish_reason": choice["finish_reason"]}
+    if live.row.tools:
+        message = choice["message"]
+        calls = [{"index": index, **call} for index, call in enumerate(message.get("tool_calls", ()))]
+        ended["delta"] = {"content": message["content"]} | ({"tool_calls": calls} if calls else {})
+    return ended
+
+
+def as_event(content: Mapping[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"
+
+
+LAST_EVENT = b"data: [DONE]\n\n"

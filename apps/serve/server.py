@@ -1,0 +1,174 @@
+"""`moedge serve`: the engine, the batches and the HTTP server from start to stop."""
+
+from __future__ import annotations
+
+import resource
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from platformdirs import user_state_path
+
+from ...runtime.api.face import BadArgument, JobFolder, JobLock
+from .app import Service, make_app
+from .batches import BatchQueue, BatchSettings
+from .engine_thread import EngineThread
+from .files import FileStore
+from .gate import LOOPBACK, Gate, bounded_protocol
+from .limits import Limits
+from .listener import listen
+from .live import RequestReader
+
+_LEAST_KEY_CHARS = 16
+_ANSWERS_END_SECONDS = 10
+_WANTED_FILES = 4096
+# Connections that are taken at once, before any of them is counted.
+_BACKLOG = 128
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """`options` are those of an LLM, `folder` has files and batches; None is one in the user's state for the model."""
+
+    model: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    key: str | None = None
+    folder: Path | None = None
+    max_tokens: int = 512
+    seed: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    limits: Limits = field(default_factory=Limits)
+
+    def check(self) -> None:
+        """Raises BadArgument for a server that others could reach without a key."""
+        if self.host not in LOOPBACK and self.key is None:
+            raise BadArgument(f"--host {self.host} is open to others and needs --api-key, or MOEDGE_API_KEY")
+        if self.key is not None and (len(self.key) < _LEAST_KEY_CHARS or not self.key.isascii()):
+            raise BadArgument(f"the API key must have at least {_LEAST_KEY_CHARS} ASCII characters")
+
+    def open_folder(self) -> Path:
+        """The server's folder, made where it is missing."""
+        folder = self.folder or default_folder(self.model)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return folder.resolve()
+
+
+def default_folder(model: str) -> Path:
+    """One for every model, so that the batches of one are not resumed by another."""
+    name = str(Path(model).resolve()) if Path(model).is_dir() else model
+    return (
+        user_state_path("moedge") / "serve" / f"{Path(name).name}-{blake2b(name.encode(), digest_size=4).hexdigest()}"
+    )
+
+
+class _Server(uvicorn.Server):
+    """Ends passes as soon as a signal comes: open answers would hold the stop otherwise."""
+
+    def __init__(self, config: uvicorn.Config, engine: EngineThread) -> None:
+        super().__init__(config)
+        self._engine = engine
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._engine.stop()
+        super().handle_exit(sig, frame)
+
+
+class RunningServer:
+    """A server whose model is loaded: `run` answers until `stop` or a signal."""
+
+    def __init__(self, server: _Server, listener: socket.socket) -> None:
+        self.url = _url(listener)
+        self._server = server
+        self._listener = listener
+
+    def run(self) -> None:
+        self._server.run(sockets=[self._listener])
+
+    def stop(self) -> None:
+        """From any thread."""
+        self._server.should_exit = True
+
+
+@contextmanager
+def open_server(settings: ServerSettings) -> Iterator[RunningServer]:
+    """Loads the model; after the context unfinished batches stay to be resumed.
+
+    Raises what loading a model raises, BadArgument for an address that cannot be listened on, JobInUse for a folder
+    that another server uses, and in the end what has ended the engine.
+    """
+    settings.check()
+    settings = replace(settings, limits=replace(settings.limits, connections=_most_connections(settings.limits)))
+    folder, limits, failed = settings.open_folder(), settings.limits, list[BaseException]()
+    with ExitStack() as resources:
+        listener = resources.enter_context(listen(settings.host, settings.port))
+        resources.enter_context(closing(JobLock(JobFolder(folder))))
+        files, engine = FileStore(folder, limits), EngineThread(settings.model, settings.options)
+        jobs = BatchSettings(settings.model, settings.options, settings.max_tokens, settings.seed)
+        batches = BatchQueue(folder, files, engine, jobs, limits)
+        resources.callback(engine.close)
+        resources.callback(batches.close)
+        resources.callback(engine.stop)
+        engine.start()
+        loaded = engine.ready.result()
+        reader = RequestReader(loaded, settings.model, settings.max_tokens, settings.seed)
+        service = Service(settings.model, int(time.time()), loaded, engine, reader, files, batches, limits)
+        server = _Server(_config(settings, service), engine)
+        running = RunningServer(server, listener)
+
+        def end(error: BaseException | None) -> None:
+            if error is not None:
+                failed.append(error)
+            running.stop()
+
+        engine.died.add_done_callback(lambda died: end(died.result()))
+        batches.died = end
+        batches.start()
+        yield running
+    if failed:
+        raise failed[0]
+
+
+def serve(settings: ServerSettings, say: Callable[[str], None]) -> None:
+    """Answers until a signal comes. Raises as `open_server`."""
+    with open_server(settings) as server:
+        say(f"listening on {server.url}; Ctrl-C stops after the pass")
+        server.run()
+
+
+def _most_connections(limits: Limits) -> int:
+    """Half of the files that this process may open: the other half is for batches."""
+    most, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most < _WANTED_FILES:
+        most = _WANTED_FILES if hard == resource.RLIM_INFINITY else max(most, min(hard, _WANTED_FILES))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return min(limits.connections, most // 2)
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+
+
+def _config(settings: ServerSettings, service: Service) -> uvicorn.Config:
+    return uvicorn.Config(
+        Gate(make_app(service), settings.key, settings.limits),
+        http=bounded_protocol(settings.limits),
+        ws="none",
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        backlog=_BACKLOG,
+        # The gate answers in the API's shape before this one is reached.
+        limit_concurrency=2 * settings.limits.requests,
+        timeout_graceful_shutdown=_ANSWERS_END_SECONDS,
+    )

@@ -1,0 +1,93 @@
+"""What a job over documents holds in memory for each file: a few dozen bytes, and the rest stays on disk."""
+
+import json
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from moedge.apps.documents import rounds
+from moedge.apps.documents.file_walk import FoundFile, FoundFiles
+from moedge.apps.documents.rounds import Answers, Entry, IndexedEntries, LineOffsets, row_id
+
+COUNT = 3000
+NAMES = ["a", "b/c.txt", "b/two\nlines", "caf\u00e9", "\udcff\udc80.bin", "", "z" * 300]
+
+
+def nbytes_of(make: Callable[[], object]) -> float:
+    """Bytes that stay for each of COUNT things."""
+    tracemalloc.start()
+    try:
+        made = make()
+        found, _ = tracemalloc.get_traced_memory()
+        assert made
+        return found / COUNT
+    finally:
+        tracemalloc.stop()
+
+
+def files(names: list[str]) -> FoundFiles:
+    found = FoundFiles()
+    for nbytes, name in enumerate(names):
+        found.append(FoundFile(name, None, nbytes))
+    return found
+
+
+def test_packed_files_are_those_that_were_found() -> None:
+    found, plain = files(NAMES), [FoundFile(name, None, nbytes) for nbytes, name in enumerate(NAMES)]
+    assert list(found) == plain
+    assert found[-2:] == plain[-2:]
+    assert [found[-each] for each in range(1, len(plain) + 1)] == plain[::-1]
+    assert found.index(plain[3]) == 3
+    with pytest.raises(IndexError):
+        found[len(plain)]
+
+
+def test_a_file_takes_little_more_than_its_path() -> None:
+    names = [f"folder/{number:06}.txt" for number in range(COUNT)]
+    assert nbytes_of(lambda: files(names)) < len(names[0]) + 24
+
+
+def test_an_answer_takes_no_memory_of_its_own(tmp_path: Path) -> None:
+    ids, path = [row_id("0" * 20, 0, number) for number in range(COUNT)], tmp_path / "answers.jsonl"
+    path.write_text("".join(f'{{"id":"{each}","text":"an answer"}}\n' for each in ids))
+    assert nbytes_of(lambda: Answers([path])) < 64
+    found = Answers([path, tmp_path / "missing"])
+    assert all(each in found for each in ids)
+    assert found[ids[-1]].text == "an answer"
+    assert row_id("0" * 20, 1, 0) not in found
+    with pytest.raises(KeyError):
+        found["no such row"]
+
+
+def test_entries_are_found_by_their_documents_in_the_file_that_was(tmp_path: Path) -> None:
+    path = tmp_path / "index.jsonl"
+    path.write_bytes(b"".join(Entry(name, f"hash of {name}").dumped() + b"\n" for name in NAMES[:4]))
+    found = IndexedEntries(path)
+    other = tmp_path / "new.jsonl"
+    other.write_bytes(Entry("a", "another hash").dumped() + b"\n")
+    other.replace(path)
+    assert [found.sha256(name) for name in (*NAMES[:4], "d")] == [*(f"hash of {name}" for name in NAMES[:4]), None]
+    assert len(found) == 4
+    found.close()
+    none = IndexedEntries(tmp_path / "missing")
+    assert (len(none), none.get("a")) == (0, None)
+
+
+@pytest.mark.parametrize("bits", [64, 3, 0])
+def test_lines_with_equal_hashes_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
+    hash_of = rounds._hash
+    monkeypatch.setattr(rounds, "_hash", lambda name: hash_of(name) & ((1 << bits) - 1))
+    offsets = LineOffsets()
+    for number in range(200):
+        offsets.add(str(number % 100), number)
+    found = [offsets.find(str(number)) for number in range(100)]
+    assert all({number, number + 100} <= set(each) for number, each in enumerate(found))
+    assert bits < 64 or found == [[number + 100, number] for number in range(100)]
+    first, second = tmp_path / "1.jsonl", tmp_path / "2.jsonl"
+    first.write_text("".join(json.dumps({"id": str(number), "text": f"old {number}"}) + "\n" for number in range(100)))
+    second.write_text(json.dumps({"id": "7", "text": "new"}) + "\n")
+    answers = Answers([first, second])
+    assert [answers[each].text for each in ("6", "7", "8")] == ["old 6", "new", "old 8"]
+    assert "100" not in answers

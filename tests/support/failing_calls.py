@@ -1,0 +1,155 @@
+"""`moedge` in processes whose k-th call to the system fails, each forked from one that has imported everything.
+
+LD_PRELOAD=failing_calls.so python -m support.failing_calls     requests on stdin, replies on stdout, lines of JSON
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "tests" / "native" / "failing_calls.c"
+LIMIT_S = 120.0
+
+
+def build(folder: Path) -> Path:
+    """The library that is preloaded."""
+    library = folder / "failing_calls.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, SOURCE, "-ldl"], check=True)
+    return library
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """The `last`-th call of this name that concerns `folder` fails with `number`, and those after it if `lasting`."""
+
+    call: str
+    last: int
+    number: int
+    folder: str
+    lasting: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A command's exit code (None: it hung and was killed), what it printed, and how many calls were counted."""
+
+    code: int | None
+    said: str
+    counted: int
+
+
+class Commands:
+    """Runs commands of moedge in a folder, with and without faults."""
+
+    def __init__(self, library: Path, folder: Path, variables: Mapping[str, str]) -> None:
+        self.folder = folder
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("MOEDGE_")}
+        environment |= {
+            "LD_PRELOAD": str(library),
+            "PYTHONPATH": str(ROOT / "tests"),
+            "OMP_NUM_THREADS": "1",
+            **variables,
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "support.failing_calls"], cwd=folder, env=environment | dict(variables), text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+
+    def run(self, arguments: Sequence[object], fault: Fault | None = None) -> Ended:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        request = {"arguments": [str(each) for each in arguments], "fault": None if fault is None else asdict(fault)}
+        print(json.dumps(request), file=self._process.stdin, flush=True)
+        return Ended(**json.loads(self._process.stdout.readline()))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self._process as process:
+            assert process.stdin is not None
+            process.stdin.close()
+
+
+def serve() -> None:
+    import torch
+    import transformers.modeling_utils
+
+    import moedge.cli.main
+    import moedge.runtime.api.batch
+
+    assert moedge.cli.main
+    assert torch
+    assert transformers
+    for line in sys.stdin:
+        print(json.dumps(handled(**json.loads(line))), flush=True)
+
+
+def handled(arguments: list[str], fault: dict[str, Any] | None) -> dict[str, Any]:
+    said, counted = Path("said"), Path("counted")
+    counted.unlink(missing_ok=True)
+    child = os.fork()
+    if child == 0:
+        work(arguments, fault, said, counted)
+    deadline, status = time.monotonic() + LIMIT_S, None
+    while time.monotonic() < deadline:
+        done, found = os.waitpid(child, os.WNOHANG)
+        if done:
+            status = os.waitstatus_to_exitcode(found)
+            break
+        time.sleep(0.01)
+    else:
+        os.killpg(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    return {
+        "code": status,
+        "said": said.read_text(errors="replace"),
+        "counted": int(counted.read_text()) if counted.exists() else 0,
+    }
+
+
+def work(arguments: list[str], fault: dict[str, Any] | None, said: Path, counted: Path) -> None:
+    """The child: never returns."""
+    code = 1
+    os.setpgid(0, 0)
+    library = ctypes.CDLL(os.environ["LD_PRELOAD"])
+    report = os.open(counted, os.O_WRONLY | os.O_CREAT)
+    try:
+        output = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.argv = ["moedge", *arguments]
+        if fault is not None:
+            library.failing_calls_arm(
+                fault["call"].encode(), fault["last"], fault["number"], fault["lasting"], fault["folder"].encode()
+            )
+        from moedge.cli.main import main
+
+        main()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        found = library.failing_calls_counted()
+        library.failing_calls_arm(b"", 0, 0, 0, b"")
+        os.write(report, str(found).encode())
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    serve()
