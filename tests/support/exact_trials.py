@@ -104,7 +104,8 @@ class Way:
             spare=random.choice((0.0, 0.05)) if tight else None,
             parked=tight and random.random() < 0.5,
             sharing=random.random() < 0.7,
-            forked=random.random() < 0.5,
+            # Samples of a prompt that go on from shared blocks are what a tight pool runs out by.
+            forked=random.random() < (0.9 if tight else 0.5),
             threads=random.choice((1, 2, 3)),
             kept=tuple(kept),
         )
