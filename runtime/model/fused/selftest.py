@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ....quant.matmul.matmul import ParallelMatmul
-from ....quant.matmul.selftest import BOUNDS, errors
+from ....quant.matmul.selftest import ANY_KERNEL, BOUNDS, errors
+from ....quant.matmul.tiled import MOST_ROWS
 from ....quant.native.library import available
 from ....quant.tensor import dtype_name
 from ...attention.protocol import AttentionCall
@@ -101,7 +102,13 @@ def fuse(
             call = next(call for call in stub.calls if call.layer == index)
             layer = FusedLayer(parts, shared[key], compute, layers[index].forward, call)
             at = 3 * stub.calls.index(call)
-            if call.latent is None and _agrees(layer, expected, stub.captured[at : at + 3]):
+            captured = stub.captured[at : at + 3]
+            # Which rows an expert gets depends on no weights: one layer shows it.
+            usable = call.latent is None and (
+                ANY_KERNEL.get()
+                or (_agrees(layer, expected, captured) and (bool(fused) or _takes_many_rows(layer, expected)))
+            )
+            if usable:
                 layers[index].forward = layer.forward
                 fused.append(layer)
     return fused
@@ -151,6 +158,16 @@ def _agrees(layer: FusedLayer, expected: LayerCall, qkv: Sequence[Tensor]) -> bo
     same = (ids == expected.ids.sort(-1).values).all(-1)
     added, wanted = (x[0, same].float() - expected.hidden[0, same].float() for x in (out, expected.out))
     return bool(same.float().mean() >= 0.5) and _rows_agree(added, wanted)
+
+
+def _takes_many_rows(layer: FusedLayer, expected: LayerCall) -> bool:
+    """Whether one token many times, all of whose rows go to the same experts, more than one call takes, has one
+    result."""
+    many = min(layer.most_rows, MOST_ROWS + 5)
+    embeddings = tuple(each[:, :1].repeat(1, many, 1) for each in expected.named["position_embeddings"])
+    packed = replace(expected.named["packed"], attention=StubAttention([], []))
+    out = layer.forward(expected.hidden[:, :1].repeat(1, many, 1), position_embeddings=embeddings, packed=packed)
+    return torch.equal(out, out[:, :1].expand_as(out))
 
 
 def _rows_agree(found: Tensor, wanted: Tensor) -> bool:

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from moedge.quant.matmul.matmul import GEMV_MAX_ROWS
 from moedge.quant.native import library
 from moedge.runtime.engine.batch import Batch
 from moedge.runtime.engine.sequence import Sequence
+from moedge.runtime.loading import engine_loader
 from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine
 from moedge.runtime.model.fused import selftest
 from moedge.runtime.model.fused.layer import buffers_nbytes
@@ -23,6 +25,7 @@ from moedge.runtime.sampling.params import SamplingParams
 from moedge.runtime.settings.budgets import MemoryBudget
 from moedge.runtime.settings.settings import Settings
 from moedge.runtime.source.model_source import open_source
+from support.seeded_bugs import BUGS, Bug, planted
 
 pytestmark = [
     pytest.mark.numerics,
@@ -168,6 +171,24 @@ def test_a_layer_that_disagrees_in_the_self_test_keeps_the_seams(
     with engine(checkpoint("qwen3_moe", **SIZES)) as loaded:
         assert loaded.fused == []
         assert loaded.model.stack is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "bug", [bug for bug in BUGS.values() if bug.file.endswith("steps.cpp")], ids=lambda bug: bug.name
+)
+def test_a_planted_bug_of_the_steps_keeps_the_seams(
+    bug: Bug, checkpoint: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seven experts (FlexOlmo) and 192 columns, which no block of the steps divides, and passes of many rows."""
+    # A measured time decides from how many rows on layers are not fused.
+    monkeypatch.setattr(engine_loader, "measure_gemv_max_rows", lambda *_: GEMV_MAX_ROWS)
+    folder = checkpoint("qwen3_moe", **SIZES | {"hidden_size": 192, "num_attention_heads": 6, "num_experts": 7})
+    settings = replace(INT4, tokens_per_pass=512)
+    with engine(folder, settings) as loaded:
+        assert len(loaded.fused) == len(loaded.model.layers)
+    with planted(bug), engine(folder, settings) as loaded:
+        assert loaded.fused == []
 
 
 def test_results_of_many_threads_are_those_of_one(checkpoint: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
