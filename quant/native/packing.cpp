@@ -9,10 +9,6 @@
 
 namespace {
 
-// Enums of quant/packing.py.
-enum packed_format { NF4 = 0, INT4 = 1, MXFP4 = 2, INT8 = 3 };
-enum packed_order { ROWS = 0, TILES = 1, INT4PACK = 2 };
-
 // The columns of a block of rows whose codes are in the first cache at a time; a multiple of every group.
 constexpr int64_t COLUMNS = 256;
 // The rows ahead whose numbers are requested.
@@ -196,9 +192,9 @@ struct Nf4 {
             -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
             0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
         };
-        Midpoints made;
-        for (int i = 0; i < 15; i++) made.numbers[i] = float((LEVELS[i] + LEVELS[i + 1]) / 2);
-        return made;
+        Midpoints between;
+        for (int i = 0; i < 15; i++) between.numbers[i] = float((LEVELS[i] + LEVELS[i + 1]) / 2);
+        return between;
     }
 };
 
@@ -263,18 +259,7 @@ struct Mxfp4 {
 };
 constexpr float Mxfp4::MIDPOINTS[];
 
-// Consecutive rows of a matrix and of its planes; planes begin at the first of them.
-struct Rows {
-    const uint16_t* x;
-    int64_t stride, rows, columns;
-    uint8_t* codes;
-    void* scales;
-    int64_t scale_stride;  // of groups, in order INT4PACK
-
-    explicit Rows(const int64_t* given)
-        : x((const uint16_t*)given[0]), stride(given[1]), rows(given[2]), columns(given[3]), codes((uint8_t*)given[4]),
-          scales((void*)given[5]), scale_stride(given[6]) {}
-};
+using Rows = moedge_packing;
 
 // Some groups of a row, whose scales are `step` apart.
 template <class Format>
@@ -427,22 +412,25 @@ bool pack_int8(const Rows& some) {
         for (int64_t c = 0; c < whole; c += 32) put_codes(x + c, codes + c, code);
         if (whole == some.columns) continue;
         uint16_t last[32] = {};
-        int8_t made[32];
+        int8_t last_codes[32];
         memcpy(last, x + whole, size_t(some.columns - whole) * 2);
-        put_codes(last, made, code);
-        memcpy(codes + whole, made, size_t(some.columns - whole));
+        put_codes(last, last_codes, code);
+        memcpy(codes + whole, last_codes, size_t(some.columns - whole));
     }
     return true;
 }
 
-bool pack(const Rows& some, int64_t format, int64_t order) {
-    if (format == INT8) return pack_int8(some);
-    if (format == NF4) return order == TILES ? pack_blocks<Nf4, Tiles>(some) : pack_rows<Nf4>(some);
-    if (format == MXFP4) return order == TILES ? pack_blocks<Mxfp4, Tiles>(some) : pack_rows<Mxfp4>(some);
-    return order == TILES ? pack_blocks<Int4, Tiles>(some) : pack_blocks<Int4, Int4Pack>(some);
+bool pack(const Rows& some) {
+    const bool tiles = some.order == moedge_order::TILES;
+    switch (some.format) {
+        case moedge_weight_format::NF4: return tiles ? pack_blocks<Nf4, Tiles>(some) : pack_rows<Nf4>(some);
+        case moedge_weight_format::MXFP4: return tiles ? pack_blocks<Mxfp4, Tiles>(some) : pack_rows<Mxfp4>(some);
+        case moedge_weight_format::INT4: return tiles ? pack_blocks<Int4, Tiles>(some) : pack_blocks<Int4, Int4Pack>(some);
+        case moedge_weight_format::INT8: return pack_int8(some);
+    }
+    return false;
 }
 
 }  // namespace
 
-// Packs rows of a matrix. `given`: Rows, a packed_format, a packed_order, and the result: 0 if a number is not finite.
-extern "C" void MOEDGE_NAMED(moedge_pack)(int64_t* given) { given[9] = pack(Rows(given), given[7], given[8]); }
+extern "C" void MOEDGE_NAMED(moedge_pack)(moedge_packing* packing) { packing->finite = pack(*packing); }

@@ -45,8 +45,8 @@ inline vf exact_powers(const uint8_t* from) {
 }
 
 inline void factors_of(const Matrix& matrix, int64_t tile, int64_t group, Factors& found) {
-    if (matrix.scales_kind == BF16_PAIRS) return matrix.factors<BF16_PAIRS>(tile, group, found);
-    if (matrix.scales_kind != E8M0) return matrix.factors<ANY>(tile, group, found);
+    if (matrix.scales_type == Scales::PAIRS) return matrix.factors<Scales::PAIRS>(tile, group, found);
+    if (matrix.scales_type != Scales::UINT8) return matrix.factors<ANY>(tile, group, found);
     const uint8_t* from = matrix.scales + (tile * (matrix.columns / matrix.group) + group) * OUTPUTS;
     for (int v = 0; v < VECTORS; v++) found.scale[v] = exact_powers(from + v * W);
 }
@@ -83,9 +83,9 @@ inline void transpose(const uint32_t (&pairs)[CHUNK / 2][OUTPUTS], uint32_t* to,
 #endif
 }
 
-template <int VALUES>
+template <Type VALUES>
 void widen_tile(const Matrix& matrix, int64_t tile, uint32_t* to) {
-    const bool has_zeros = matrix.scales_kind == BF16_PAIRS || matrix.zeros != nullptr;
+    const bool has_zeros = matrix.scales_type == Scales::PAIRS || matrix.zeros != nullptr;
     const FloatCodes<VALUES> codes(matrix.codes + tile * (matrix.columns / 2) * FloatCodes<VALUES>::NBYTES);
     for (int64_t chunk = 0; chunk < matrix.columns / CHUNK; chunk++) {
         Factors factors;
@@ -110,16 +110,15 @@ void widen_tile(const Matrix& matrix, int64_t tile, uint32_t* to) {
 
 }  // namespace
 
-// Writes the matrix [N, K]. `given`: the matrix, then the address of the result, of adjacent rows.
-extern "C" void MOEDGE_NAMED(moedge_widen_tiles)(const int64_t* given) {
-    const Matrix matrix(given);
+extern "C" void MOEDGE_NAMED(moedge_widen_tiles)(const moedge_tiles_widening* widening) {
+    const Matrix matrix(widening->weights);
     for (int64_t tile = 0; tile < matrix.tiles(); tile++) {
-        uint32_t* to = (uint32_t*)given[9] + tile * OUTPUTS * matrix.columns / 2;
-        switch (matrix.values) {
-            case INT4: widen_tile<INT4>(matrix, tile, to); break;
-            case NF4: widen_tile<NF4>(matrix, tile, to); break;
-            case E2M1: widen_tile<E2M1>(matrix, tile, to); break;
-            default: widen_tile<INT8>(matrix, tile, to);
+        uint32_t* to = (uint32_t*)widening->out + tile * OUTPUTS * matrix.columns / 2;
+        switch (matrix.type) {
+            case Type::INT4: widen_tile<Type::INT4>(matrix, tile, to); break;
+            case Type::NF4: widen_tile<Type::NF4>(matrix, tile, to); break;
+            case Type::E2M1: widen_tile<Type::E2M1>(matrix, tile, to); break;
+            case Type::INT8: widen_tile<Type::INT8>(matrix, tile, to);
         }
     }
 }

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....quant.matmul import steps
 from ....quant.matmul.matmul import ParallelMatmul
 from ....quant.matmul.steps import Step, Steps
 from ...attention.native_steps import AttentionSteps
@@ -89,7 +88,7 @@ class FusedStack:
         together: list[Step] = []
         for index, layer in enumerate(layers):
             self._join(index, layer)
-            attended = (Step(steps.ATTEND, attention.attend[index]), Step(steps.REDUCE, attention.reduce[index]))
+            attended = (Step(attention.attend[index]), Step(attention.reduce[index], kind="reduce"))
             together += [*layer.before, *attended, *layer.behind]
         return _Composed(rotary, layers, Steps(together))
 
