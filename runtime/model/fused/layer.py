@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import Array
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -17,9 +17,15 @@ from ....quant.matmul.tiled import MOST_ROWS
 from ....quant.native.interface import NativeExpert
 from ....quant.scratch import fused_row_nbytes, row_nbytes
 from ...attention.protocol import AttentionCall
+from ..attention_seam import PackedPass
 from .structure import LayerParts
 
-Forward = Any
+
+class LayerArguments(TypedDict):
+    """What transformers calls a decoder layer with, beside hidden states."""
+
+    position_embeddings: tuple[Tensor, Tensor]
+    packed: PackedPass
 
 
 class Buffers:
@@ -163,7 +169,12 @@ class FusedLayer:
     """
 
     def __init__(
-        self, parts: LayerParts, buffers: Buffers, compute: ParallelMatmul, seam: Forward, call: AttentionCall
+        self,
+        parts: LayerParts,
+        buffers: Buffers,
+        compute: ParallelMatmul,
+        seam: Callable[..., Tensor],
+        call: AttentionCall,
     ) -> None:
         self.parts = parts
         self.buffers = buffers
@@ -179,7 +190,7 @@ class FusedLayer:
             ids=torch.empty_like(buffers.routed.ids), counts=torch.zeros_like(buffers.routed.counts)
         )
 
-    def forward(self, hidden: Tensor, *args: Any, **named: Any) -> Any:
+    def forward(self, hidden: Tensor, *args: object, **named: Unpack[LayerArguments]) -> Tensor:
         """hidden [1, T, D] -> [1, T, D]."""
         if not self.takes(hidden, named["position_embeddings"]):
             return self.seam(hidden, *args, **named)
@@ -190,8 +201,8 @@ class FusedLayer:
         packed, out = named["packed"], torch.empty_like(hidden)
         composed.steps.reads(hidden.data_ptr(), cos.data_ptr(), sin.data_ptr())
         composed.before.run(rows, self._compute.call_on_all)
-        qkv = (each[:rows] for each in self.buffers.qkv)
-        attended = packed.attention.attend(self.call, *qkv, packed.batch).contiguous()
+        q, k, v = (each[:rows] for each in self.buffers.qkv)
+        attended = packed.attention.attend(self.call, q, k, v, packed.batch).contiguous()
         composed.steps.attended(attended.data_ptr())
         composed.steps.writes(out.data_ptr())
         composed.behind.run(rows, self._compute.call_on_all)
