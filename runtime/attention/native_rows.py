@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from ...quant.kv.codec import Coded
+from ...quant.kv.format import VectorFormat
 from ...quant.matmul.thread_pool import WorkerPool
 from ...quant.native.attention import Kernel, kernels, scratch_nbytes
 from ...quant.native.interface import CONSTANTS, ENUMS, NativeAttention, NativeVectors
@@ -20,7 +22,6 @@ from ..engine.batch import Batch, Chunk
 from ..kv.cache import KVCache
 from ..kv.pool import KVPool
 from .choice import PARTIALS_NBYTES, SINGLE_THREAD_NUMEL
-from .decode import Stored
 from .protocol import AttentionCall, decodes
 
 Ints = npt.NDArray[np.int32]
@@ -28,6 +29,18 @@ ROWS, SPLIT, FORMATS = CONSTANTS["rows"], CONSTANTS["split"], ENUMS["format"]
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # Items of every thread, so that all end at about the same time.
 _ITEMS_PER_WORKER = 8
+
+
+class Stored(NamedTuple):
+    """A layer's keys or values in the cache, as `KVPool.planes` gives them, and their format."""
+
+    planes: Coded
+    format: VectorFormat
+
+    @property
+    def width(self) -> int:
+        """Elements of a head."""
+        return self.planes.codes.shape[-1] * self.format.packed
 
 
 @dataclass(frozen=True, slots=True)
