@@ -18,14 +18,13 @@ constexpr int LARGEST = 0x7f7f;
 // A float32 near it has no bits left for a fraction, so adding it rounds to nearest, half to even.
 constexpr float ROUNDER = 12582912.0f;
 
-#if MOEDGE_LEVEL >= 2
-using vi = __m512i;
-inline vi load_halves(const uint16_t* from) { return _mm512_loadu_si512(from); }
-inline vi magnitudes(vi x) { return _mm512_and_si512(x, _mm512_set1_epi16(0x7fff)); }
+inline vi magnitudes(vi x) { return mask(x, all_words(0x7fff)); }
 // Numbers of bfloat16 as integers of 16 bits in the same order.
-inline vi in_order(vi x) { return _mm512_xor_si512(x, _mm512_and_si512(_mm512_srai_epi16(x, 15), _mm512_set1_epi16(0x7fff))); }
-inline vi greater(vi a, vi b) { return _mm512_max_epi16(a, b); }
-inline vi lesser(vi a, vi b) { return _mm512_min_epi16(a, b); }
+inline vi in_order(vi x) { return x ^ (SIMD(srai_epi16)(x, 15) & all_words(0x7fff)); }
+inline vi greater(vi a, vi b) { return SIMD(max_epi16)(a, b); }
+inline vi lesser(vi a, vi b) { return SIMD(min_epi16)(a, b); }
+
+#if MOEDGE_LEVEL >= 2
 inline __m256i half_of(vi x, bool upper) { return upper ? _mm512_extracti64x4_epi64(x, 1) : _mm512_castsi512_si256(x); }
 inline __m128i eight_greatest(vi x) {
     const __m256i half = _mm256_max_epi16(half_of(x, false), half_of(x, true));
@@ -35,8 +34,6 @@ inline __m128i eight_least(vi x) {
     const __m256i half = _mm256_min_epi16(half_of(x, false), half_of(x, true));
     return _mm_min_epi16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
 }
-inline vf min(vf a, vf b) { return _mm512_min_ps(a, b); }
-inline vi integers(vf x) { return _mm512_cvtps_epi32(x); }
 
 // Which of at most 15 ascending levels' midpoints are below a number: how many. The nearest midpoint to the number's
 // cell, of 31 from -1 to 1 or 32 from 0 to 1, decides, because no cell is as wide as two midpoints are apart.
@@ -88,16 +85,8 @@ inline void put_codes(const uint16_t* x, void* to, Code code) {
         _mm_storeu_si128((__m128i*)to + i, _mm512_cvtepi32_epi8(code(from_bf16(x + 16 * i))));
 }
 #else
-using vi = __m256i;
-inline vi load_halves(const uint16_t* from) { return _mm256_loadu_si256((const __m256i*)from); }
-inline vi magnitudes(vi x) { return _mm256_and_si256(x, _mm256_set1_epi16(0x7fff)); }
-inline vi in_order(vi x) { return _mm256_xor_si256(x, _mm256_and_si256(_mm256_srai_epi16(x, 15), _mm256_set1_epi16(0x7fff))); }
-inline vi greater(vi a, vi b) { return _mm256_max_epi16(a, b); }
-inline vi lesser(vi a, vi b) { return _mm256_min_epi16(a, b); }
 inline __m128i eight_greatest(vi x) { return _mm_max_epi16(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)); }
 inline __m128i eight_least(vi x) { return _mm_min_epi16(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)); }
-inline vf min(vf a, vf b) { return _mm256_min_ps(a, b); }
-inline vi integers(vf x) { return _mm256_cvtps_epi32(x); }
 
 // How many of at most 15 ascending midpoints are below a number, by binary search.
 struct Nearest {
@@ -155,8 +144,8 @@ inline int least(vi x) {
 // The largest magnitude of COUNT numbers, as bits of bfloat16.
 template <int COUNT>
 inline int largest_of(const uint16_t* x) {
-    vi most = magnitudes(load_halves(x));
-    for (int i = HALVES; i < COUNT; i += HALVES) most = greater(most, magnitudes(load_halves(x + i)));
+    vi most = magnitudes(load_bytes(x));
+    for (int i = HALVES; i < COUNT; i += HALVES) most = greater(most, magnitudes(load_bytes(x + i)));
     return greatest(most);
 }
 
@@ -207,9 +196,9 @@ struct Int4 {
     static constexpr bool HIGH_FIRST = false;
 
     bool pack(const uint16_t* x, uint8_t* codes, Scale* to) const {
-        vi most = in_order(load_halves(x)), fewest = most;
+        vi most = in_order(load_bytes(x)), fewest = most;
         for (int i = HALVES; i < GROUP; i += HALVES) {
-            const vi part = in_order(load_halves(x + i));
+            const vi part = in_order(load_bytes(x + i));
             most = greater(most, part);
             fewest = lesser(fewest, part);
         }
@@ -221,7 +210,7 @@ struct Int4 {
         const vf scale = set1(bf16_to_float(to->scale)), zero = set1(bf16_to_float(to->zero));
         put_codes(x, codes, [&](vf numbers) {
             const vf rounded = sub(add(div(sub(numbers, zero), scale), set1(ROUNDER + 8)), set1(ROUNDER));
-            return integers(min(max(rounded, set1(0.0f)), set1(15.0f)));
+            return to_integers(min(max(rounded, set1(0.0f)), set1(15.0f)));
         });
         return true;
     }
@@ -399,7 +388,7 @@ bool pack_int8(const Rows& some) {
         const uint16_t* x = some.x + r * some.stride;
         int8_t* codes = (int8_t*)some.codes + r * some.columns;
         vi parts = vi();
-        for (int64_t c = 0; c < whole; c += HALVES) parts = greater(parts, magnitudes(load_halves(x + c)));
+        for (int64_t c = 0; c < whole; c += HALVES) parts = greater(parts, magnitudes(load_bytes(x + c)));
         int most = greatest(parts);
         for (int64_t c = whole; c < some.columns; c++) most = (x[c] & 0x7fff) > most ? x[c] & 0x7fff : most;
         if (most > LARGEST) return false;
@@ -407,7 +396,7 @@ bool pack_int8(const Rows& some) {
         ((float*)some.scales)[r] = scale;
         const auto code = [&](vf numbers) {
             const vf rounded = sub(add(div(numbers, set1(scale)), set1(ROUNDER)), set1(ROUNDER));
-            return integers(min(max(rounded, set1(-127.0f)), set1(127.0f)));
+            return to_integers(min(max(rounded, set1(-127.0f)), set1(127.0f)));
         };
         for (int64_t c = 0; c < whole; c += 32) put_codes(x + c, codes + c, code);
         if (whole == some.columns) continue;

@@ -42,31 +42,13 @@ constexpr float TABLES[3][16] = {
     {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6},
 };
 
-#if MOEDGE_LEVEL >= 2
-inline vf powers_of_two(const uint8_t* from) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from)), 23));
-}
-inline vf small_integers(const uint8_t* from) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from)));
-}
+inline vf powers_of_two(const uint8_t* from) { return (vf)left_by(from_bytes(from), 23); }
+inline vf small_integers(const uint8_t* from) { return to_floats(from_bytes(from)); }
 inline void pairs_of_bf16(const uint16_t* from, vf& first, vf& second) {
-    const __m512i both = _mm512_loadu_si512(from);
-    first = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
-    second = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(int(0xffff0000))));
+    const vi both = load_bytes(from);
+    first = (vf)left_by(both, 16);
+    second = (vf)(both & all_lanes(int(0xffff0000)));
 }
-#else
-inline vf powers_of_two(const uint8_t* from) {
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from)), 23));
-}
-inline vf small_integers(const uint8_t* from) {
-    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from)));
-}
-inline void pairs_of_bf16(const uint16_t* from, vf& first, vf& second) {
-    const __m256i both = _mm256_loadu_si256((const __m256i*)from);
-    first = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
-    second = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(int(0xffff0000))));
-}
-#endif
 
 constexpr int VECTORS = OUTPUTS / W;
 

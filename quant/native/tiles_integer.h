@@ -13,38 +13,6 @@
 
 namespace {
 
-#if MOEDGE_LEVEL >= 2
-using vi = __m512i;
-inline vi load_bytes(const void* p) { return _mm512_loadu_si512(p); }
-inline vi all_bytes(int x) { return _mm512_set1_epi8(char(x)); }
-inline vi all_words(int x) { return _mm512_set1_epi16(short(x)); }
-inline vi all_lanes(int x) { return _mm512_set1_epi32(x); }
-inline vi mask(vi x, vi bits) { return _mm512_and_si512(x, bits); }
-inline vi high_nibbles(vi x) { return mask(_mm512_srli_epi16(x, 4), all_bytes(15)); }
-inline vf to_floats(vi x) { return _mm512_cvtepi32_ps(x); }
-inline vi add_lanes(vi a, vi b) { return _mm512_add_epi32(a, b); }
-inline vi pairs_of_products(vi bytes, vi integers) { return _mm512_maddubs_epi16(bytes, integers); }
-inline vi sums_of_pairs(vi words, vi factors) { return _mm512_madd_epi16(words, factors); }
-inline vi looked_up(vi table, vi codes) { return _mm512_shuffle_epi8(table, codes); }
-inline vi table_of(const uint8_t* entries) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)entries)); }
-inline void store_rounded(vf x, int32_t* to) { _mm512_storeu_si512(to, _mm512_cvtps_epi32(x)); }
-#else
-using vi = __m256i;
-inline vi load_bytes(const void* p) { return _mm256_loadu_si256((const vi*)p); }
-inline vi all_bytes(int x) { return _mm256_set1_epi8(char(x)); }
-inline vi all_words(int x) { return _mm256_set1_epi16(short(x)); }
-inline vi all_lanes(int x) { return _mm256_set1_epi32(x); }
-inline vi mask(vi x, vi bits) { return _mm256_and_si256(x, bits); }
-inline vi high_nibbles(vi x) { return mask(_mm256_srli_epi16(x, 4), all_bytes(15)); }
-inline vf to_floats(vi x) { return _mm256_cvtepi32_ps(x); }
-inline vi add_lanes(vi a, vi b) { return _mm256_add_epi32(a, b); }
-inline vi pairs_of_products(vi bytes, vi integers) { return _mm256_maddubs_epi16(bytes, integers); }
-inline vi sums_of_pairs(vi words, vi factors) { return _mm256_madd_epi16(words, factors); }
-inline vi looked_up(vi table, vi codes) { return _mm256_shuffle_epi8(table, codes); }
-inline vi table_of(const uint8_t* entries) { return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)entries)); }
-inline void store_rounded(vf x, int32_t* to) { _mm256_storeu_si256((vi*)to, _mm256_cvtps_epi32(x)); }
-#endif
-
 // What has to be subtracted from codes.
 constexpr int32_t offset_of(Type type) { return type == Type::INT8 ? 128 : type == Type::E2M1 ? 12 : 8; }
 
@@ -171,7 +139,7 @@ struct IntegerInputs {
         const float peak = largest(most), nothing = sum(wrong);
         const vf inverse = set1(peak > 1e-30f && nothing == 0 ? 127 / peak : 0.0f);
         alignas(64) int32_t rounded[CHUNK];
-        for (int v = 0; v < VECTORS; v++) store_rounded(mul(numbers[v], inverse), rounded + v * W);
+        for (int v = 0; v < VECTORS; v++) store_bytes(rounded + v * W, to_integers(mul(numbers[v], inverse)));
         const int64_t at = chunk * rows + row;
         int32_t total = 0;
         for (int i = 0; i < CHUNK; i++) {
