@@ -75,61 +75,32 @@ void write_tile(const Memory& memory, int64_t tile, uint16_t* y, int64_t stride)
     for (int64_t r = 0; r < memory.rows; r++) round_all(results + r * OUTPUTS, y + r * stride + tile * OUTPUTS);
 }
 
-inline float from_bits(uint32_t bits) {
-    float number;
-    memcpy(&number, &bits, 4);
-    return number;
-}
-
-inline uint32_t to_bits(float number) {
-    uint32_t bits;
-    memcpy(&bits, &number, 4);
-    return bits;
-}
-
-// e^x to about one unit in the last place, by Cephes' polynomial; no branch, so that it is vectorised.
-inline float exponential(float x) {
-    x = x > 88.0f ? 88.0f : x < -87.0f ? -87.0f : x;
-    const float shifted = x * 1.44269504088896341f + 12582912.0f, n = shifted - 12582912.0f;
-    const float r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    const float power = from_bits((to_bits(shifted) - 0x4b400000u + 127u) << 23);
-    return p * power;
-}
-
-inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
+inline vf sigmoid(vf x) { return div(set1(1.0f), add(set1(1.0f), exponential(sub(set1(0.0f), x)))); }
 
 using Activation = moedge_activation;
 
-inline float gated(Activation activation, float gate, float up) {
-    if (activation == Activation::SILU) return gate * sigmoid(gate) * up;
-    if (activation == Activation::GELU_TANH)  // 0.5 (1 + tanh z) is the logistic function of 2 z.
-        return gate * sigmoid(1.5957691216057308f * (gate + 0.044715f * gate * gate * gate)) * up;
-    gate = gate > 7.0f ? 7.0f : gate;
-    up = up > 7.0f ? 7.0f : up < -7.0f ? -7.0f : up;
-    return gate * sigmoid(1.702f * gate) * (up + 1.0f);
+inline vf gated(Activation activation, vf gate, vf up) {
+    if (activation == Activation::SILU) return mul(mul(gate, sigmoid(gate)), up);
+    if (activation == Activation::GELU_TANH) {  // 0.5 (1 + tanh z) is the logistic function of 2 z.
+        const vf cubic = mul(mul(mul(set1(0.044715f), gate), gate), gate);
+        return mul(mul(gate, sigmoid(mul(set1(1.5957691216057308f), add(gate, cubic)))), up);
+    }
+    gate = min(set1(7.0f), gate);
+    up = max(set1(-7.0f), min(set1(7.0f), up));
+    return mul(mul(gate, sigmoid(mul(set1(1.702f), gate))), add(up, set1(1.0f)));
 }
 
 // Writes the activations of rows of two tiles over the first of them: [gate] and [up], or pairs that alternate.
 template <Activation ACTIVATION>
 void gate_rows(float* gate, const float* up, bool alternating, int64_t rows) {
     for (int64_t r = 0; r < rows; r++, gate += OUTPUTS, up += OUTPUTS) {
-        if (!alternating) {
-            for (int i = 0; i < OUTPUTS; i++) gate[i] = gated(ACTIVATION, gate[i], up[i]);
-            continue;
+        float gates[OUTPUTS], ups[OUTPUTS];
+        for (int i = 0; i < OUTPUTS; i++) {
+            const float* pair = i < OUTPUTS / 2 ? gate + 2 * i : up + 2 * i - OUTPUTS;
+            gates[i] = alternating ? pair[0] : gate[i];
+            ups[i] = alternating ? pair[1] : up[i];
         }
-        float activated[OUTPUTS];
-        for (int i = 0; i < OUTPUTS / 2; i++) {
-            activated[i] = gated(ACTIVATION, gate[2 * i], gate[2 * i + 1]);
-            activated[OUTPUTS / 2 + i] = gated(ACTIVATION, up[2 * i], up[2 * i + 1]);
-        }
-        memcpy(gate, activated, sizeof(activated));
+        for (int i = 0; i < OUTPUTS; i += W) store(gate + i, gated(ACTIVATION, load(gates + i), load(ups + i)));
     }
 }
 

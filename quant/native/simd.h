@@ -123,6 +123,11 @@ inline float exp2(float x) {
     return lanes[0];
 }
 
+// e^x for x of at most 87, and e^87 beyond; to within 2^-22 and what rounding x * log2(e) makes. NaN for NaN.
+inline vf exponential(vf x) { return exp2(mul(min(set1(87.0f), x), set1(1.44269504f))); }
+
+inline float exponential(float x) { return exp2(x * 1.44269504f); }
+
 // tanh(x) to within 2^-22.
 inline vf tanh(vf x) {
     const vf small = exp2(mul(abs(x), set1(-2.0f * 1.44269504f)));

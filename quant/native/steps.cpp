@@ -178,8 +178,6 @@ struct Choice : moedge_choice {
         }
         for (int64_t a = 0; a < chosen; a++) scores[a] /= total;
     }
-
-    static float exponential(float x) { return exp2(x * 1.44269504f); }
 };
 
 void run(const Choice& choice, int64_t* counters) {
