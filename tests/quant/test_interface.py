@@ -13,6 +13,7 @@ from moedge.quant.kernels.operands import ACTIVATIONS
 from moedge.quant.kv.format import VECTOR_FORMATS
 from moedge.quant.native import build, interface
 from moedge.quant.native.interface import CONSTANTS, ENUMS
+from moedge.quant.tensor import CODECS
 
 
 def structures() -> Iterator[tuple[str, type[ctypes.Structure]]]:
@@ -60,6 +61,7 @@ def test_lines_that_are_no_fields_are_refused() -> None:
 
 def test_names_are_those_of_python() -> None:
     assert set(ENUMS["codes"]) == set(CODE_BITS) - {"none"}
+    assert set(ENUMS["codes"]) == {codes for codes, order in CODECS if order == TILES}
     assert set(ENUMS["weight_format"]) == set(QUANT_FORMATS) - {"none"}
     assert set(ENUMS["order"]) == {ROWS, TILES, INT4PACK}
     assert set(ENUMS["activation"]) == set(ACTIVATIONS)
