@@ -16,6 +16,7 @@ from rich.text import Text
 
 from ...offload.budget import gib
 from ..jobs.job_plan import equal_rows, measured_job, plan_request, refuse_unknown_machine
+from ..plan.kernels import Kernels
 from ..plan.plan_file import document, refusal
 from ..plan.planner import PlanResult, solve
 from ..plan.what_if import by_budget, by_sequences, nearest, suggestions
@@ -201,6 +202,7 @@ def _head(found: Mapping[str, Any]) -> Iterator[str]:
         f"{counted(plan['max_sequences'], 'sequence')} per batch, {plan['tokens_per_pass']:,} tokens per pass; "
         f"{_held(found)}"
     )
+    yield f"to compute: {Kernels(**found['kernels'])}"
     yield from kernel_lines(plan["lacks"], plan["notes"])
     if left_out := found["left_out"]:
         yield (
