@@ -100,9 +100,9 @@ class TorchAttention:
         elif not self.tiled and any(chunk.count == 1 for chunk in batch.chunks):
             layer = _Layer.of(call, pool, layer_index.index, q)
             for run in self._runs.of(call, layer_index.group, slots):
-                keys, values = self._reader.gather(layer_index, run)
                 shift = None if layer.shift is None else layer.shift[run.rows]
-                result = attend_tokens(call, layer.q[run.rows], keys, values, run.mask, shift)
+                past_keys, past_values = self._reader.gather(layer_index, run)
+                result = attend_tokens(call, layer.q[run.rows], past_keys, past_values, run.mask, shift)
                 out[run.rows] = result.to(out.dtype)
         return out
 
