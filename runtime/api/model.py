@@ -40,17 +40,13 @@ class OpenModel:
         budgets: Budgets,
         workload: Workload,
         experts: ExpertOptions = DEFAULTS,
-        *,
-        any_kernel: bool = False,
     ) -> LoadedModel:
         """Plans for `workload` and loads. The peak of host memory counts from here.
-
-        `any_kernel` uses kernels of the CPU even if they are wrong on the model's widths.
 
         Raises DoesNotFit, naming the smallest budget that works, SettingError, BadSize, MemoryGaveOut.
         """
         reset_host_peak()
-        planned = plan_model(self.source, settings, budgets, workload, any_kernel=any_kernel)
+        planned = plan_model(self.source, settings, budgets, workload)
         loaded = load_model(self.source, self.tokenizer, planned, budgets, experts)
         self._engines.callback(loaded.engine.close)
         return loaded

@@ -46,7 +46,9 @@ class TritonAttention:
         self._tiled = tiled
         self._torch_extend = None if has_dot(gpu.capability) else TorchAttention(cache, dtype, tiled, device)
         head_dims = {pool.spec.group.head_dim for pool in cache.pools}
-        self._fresh = {size: FreshAttention.for_gpu(gpu.capability, dtype, size) for size in head_dims}
+        # The interpreter has no flash attention: torch's is for GPUs.
+        capability = gpu.capability if torch.device(device).type == "cuda" else (0, 0)
+        self._fresh = {size: FreshAttention.for_gpu(capability, dtype, size) for size in head_dims}
         # Every layer's call, and a row of zeros [1, Hq, D] shaped as its queries; known after the first pass.
         self._asked: dict[int, tuple[AttentionCall, torch.Tensor]] = {}
         self._batch: Batch | None = None

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...quant.matmul.selftest import ANY_KERNEL
 from ...quant.tensor import TORCH_DTYPES
 from ..api.model import OpenModel
 from ..engine import sequence
@@ -322,7 +323,11 @@ class _Recorder:
 
 def _trace(model: OpenModel, prompts: list[list[int]], settings: Settings, budgets: Budgets) -> _Traced:
     shape, most = model.source.shape, max(map(len, prompts)) + MAX_TOKENS
-    loaded = model.load(settings, budgets, Workload(len(prompts), most), any_kernel=True)
+    before = ANY_KERNEL.set(True)
+    try:
+        loaded = model.load(settings, budgets, Workload(len(prompts), most))
+    finally:
+        ANY_KERNEL.reset(before)
     sequences = [sequence.Sequence(each, SamplingParams(MAX_TOKENS, ignore_eos=True)) for each in prompts]
     hidden = torch.zeros(len(shape.layers), len(prompts), most - 1, shape.hidden)
     logits = torch.zeros(len(prompts), MAX_TOKENS, shape.vocab)
@@ -340,12 +345,14 @@ def _trace(model: OpenModel, prompts: list[list[int]], settings: Settings, budge
         for _ in engine.run():
             pass
     token_ids = torch.zeros(len(prompts), most - 1, dtype=torch.long)
-    for row, each in zip(token_ids, sequences, strict=True):
+    generated = torch.zeros(len(prompts), MAX_TOKENS, dtype=torch.long)
+    for row, said, each in zip(token_ids, generated, sequences, strict=True):
         ids = [*each.prompt_ids, *each.output_ids[:-1]]
         row[: len(ids)] = torch.tensor(ids)
+        # Fewer where logits were not finite.
+        said[: len(each.output_ids)] = torch.tensor(list(each.output_ids))
     _fill_shared(token_ids, recorder.computed, hidden, [len(each) + MAX_TOKENS - 1 for each in prompts])
     positions = torch.tensor([range(len(each) - 1, len(each) - 1 + MAX_TOKENS) for each in prompts])
-    generated = torch.tensor([list(each.output_ids) for each in sequences])
     plan = loaded.policy.plan
     return _Traced(
         token_ids, recorder.computed, _different(positions), positions, logits, generated, hidden, recorder.chosen,

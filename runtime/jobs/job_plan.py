@@ -161,13 +161,11 @@ def plan_job(
     budget: MemoryBudget,
     workload: Workload,
     saved: Path | None = None,
-    *,
-    any_kernel: bool = False,
 ) -> PlanResult:
     """The best plan within `budget`, which `budgets` came to on this machine; or the plan in the file `saved`.
 
-    Kernels of the CPU that are wrong on this model's widths are not used, unless `any_kernel` (loading/selftest.py). A
-    machine without a profile is measured first where the job or its loading is long. Raises DoesNotFit, SettingError.
+    Kernels of the CPU that are wrong on this model's widths are not used (loading/selftest.py). A machine without a
+    profile is measured first where the job or its loading is long. Raises DoesNotFit, SettingError.
     """
     machine, settings = _Machine.here(budgets), source.settle(settings)
     located = _Located(source.name, source.shape, source.weights, source.store is not None)
@@ -176,8 +174,6 @@ def plan_job(
     if machine.profile is None and _is_long(result.prediction):
         measured = machine.measured(budgets, source.weights)
         result = _solve(measured.request(source.shape, settings, on_disk, workload), saved)
-    if any_kernel:
-        return result
     # Imports torch, which the jobs that come here have already.
     from ..loading.selftest import checked
 

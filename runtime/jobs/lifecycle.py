@@ -29,17 +29,13 @@ def plan_model(
     budgets: Budgets,
     workload: Workload,
     saved: Path | None = None,
-    *,
-    any_kernel: bool = False,
 ) -> tuple[MachineMemory, PlanResult]:
     """Opens the device and plans for `workload`, or takes the `saved` plan.
-
-    `any_kernel` plans with kernels of the CPU even if they are wrong on the model's widths.
 
     Raises DoesNotFit, naming the smallest budget that works, SettingError, BadSize.
     """
     memory = open_memory(budgets, source.settle(settings), source.shape)
-    return memory, plan_job(source, settings, budgets, memory.budget, workload, saved, any_kernel=any_kernel)
+    return memory, plan_job(source, settings, budgets, memory.budget, workload, saved)
 
 
 def load_model(

@@ -17,9 +17,10 @@ from annotated_types import Ge, Le
 from ...offload.atomic_file import own_name, write_atomically
 from ..plan.cost_model import Resource
 from ..plan.fallback import Fallback
+from ..plan.kernels import Kernels
 from .journal.state import Counts
 
-SCHEMA = "moedge.run/8"
+SCHEMA = "moedge.run/9"
 
 Count = Annotated[int, Ge(0)]
 Amount = Annotated[float, Ge(0)]
@@ -232,6 +233,7 @@ class RunSummary:
     command: str | None = None
     model: Mapping[str, Any] = field(default_factory=dict)
     plan: Mapping[str, Any] = field(default_factory=dict)
+    kernels: Kernels | None = None
     seconds: Seconds = field(default_factory=Seconds)
     throughput: Throughput = field(default_factory=Throughput)
     predicted: Predicted = field(default_factory=Predicted)

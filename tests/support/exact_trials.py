@@ -97,14 +97,15 @@ class Way:
         tight = random.random() < 0.5
         return cls(
             tokens=random.choice((16, 33, 64, 200, 1024)),
-            sequences=random.choice((4, 8, 32) if tight else (1, 3, 8, 32)),
+            sequences=random.choice((8, 32) if tight else (1, 3, 8, 32)),
             budget=random.choice(BUDGETS),
             mode=random.choice((None, *Mode)),
             block=16 if tight else random.choice((16, 32, 64)),
-            spare=random.choice((0.05, 0.3)) if tight else None,
+            spare=random.choice((0.0, 0.05)) if tight else None,
             parked=tight and random.random() < 0.5,
             sharing=random.random() < 0.7,
-            forked=random.random() < 0.5,
+            # Samples of a prompt that go on from shared blocks are what a tight pool runs out by.
+            forked=random.random() < (0.9 if tight else 0.5),
             threads=random.choice((1, 2, 3)),
             kept=tuple(kept),
         )

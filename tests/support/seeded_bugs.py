@@ -174,7 +174,7 @@ BUGS = _bugs(
         "groups of MXFP4",
         "quant/native/widening.cpp",
         "for (int64_t g = 0; g < columns / GROUP; g++)",
-        "for (int64_t g = 0; g < columns / (2 * GROUP) * 2; g++)",
+        "for (int64_t g = 0; g < columns / (4 * GROUP) * 4; g++)",
         "widening",
     ),
     Bug(

@@ -16,6 +16,7 @@ from moedge.runtime.attention import pass_pages
 from moedge.runtime.attention.fresh import FreshAttention, find_varlen, read_back
 from moedge.runtime.attention.pass_pages import Fresh
 from moedge.runtime.attention.protocol import AttentionCall
+from moedge.runtime.attention.triton_backend import TritonAttention
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.kv.allocator import NO_BLOCK
 from support.kernels.attention_setup import AMPERE, TURING, Setup, TritonSetup, worst
@@ -166,6 +167,14 @@ def test_flash_attention_is_for_what_it_supports(
     capability: tuple[int, int], dtype: torch.dtype, head_dim: int, flash: bool
 ) -> None:
     assert (FreshAttention.for_gpu(capability, dtype, head_dim)._varlen is not None) == flash
+
+
+def test_prompts_in_bf16_take_no_flash_attention_without_a_gpu() -> None:
+    setup = TritonSetup((4, 2, 64), "bf16", gpu=AMPERE)
+    setup.attention = TritonAttention(setup.cache, torch.bfloat16, False, AMPERE)
+    for name in ("q", "k", "v"):
+        setattr(setup, name, [x.bfloat16() for x in getattr(setup, name)])
+    assert worst(setup.run(64), setup.wanted()) < 0.01
 
 
 def test_no_word_of_a_call_is_left_out() -> None:

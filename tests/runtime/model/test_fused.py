@@ -9,11 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from moedge.quant.matmul.matmul import GEMV_MAX_ROWS
 from moedge.quant.native import library
 from moedge.runtime.engine.batch import Batch
 from moedge.runtime.engine.sequence import Sequence
+from moedge.runtime.loading import engine_loader
 from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine
+from moedge.runtime.model.executor import SeamExecutor
 from moedge.runtime.model.fused import selftest
+from moedge.runtime.model.fused.executor import FusedExecutor
 from moedge.runtime.model.fused.layer import buffers_nbytes
 from moedge.runtime.model.runner import ModelRunner
 from moedge.runtime.plan.memory_ledger import FUSED
@@ -23,6 +27,7 @@ from moedge.runtime.sampling.params import SamplingParams
 from moedge.runtime.settings.budgets import MemoryBudget
 from moedge.runtime.settings.settings import Settings
 from moedge.runtime.source.model_source import open_source
+from support.seeded_bugs import BUGS, Bug, planted
 
 pytestmark = [
     pytest.mark.numerics,
@@ -72,19 +77,18 @@ def test_fused_layers_are_as_near_to_float32_as_the_seams(
 ) -> None:
     folder, settings = checkpoint("qwen3_moe", **SIZES), replace(INT4, quant=quant)
     with engine(folder, settings) as loaded:
-        stack = loaded.model.stack
+        executor = loaded.model.executor
         assert len(loaded.fused) == len(loaded.model.layers)
-        assert stack is not None
-        assert loaded.model.direct
-        layers, together = loaded.fused[0].taken, stack.taken
+        assert isinstance(executor, FusedExecutor)
+        layers, together = loaded.fused[0].taken, executor.decoder.taken
         fused = logits_of(loaded, monkeypatch)
-        assert (loaded.fused[0].taken - layers, stack.taken - together) == (12, 11), (
+        assert (loaded.fused[0].taken - layers, executor.decoder.taken - together) == (12, 11), (
             "the prompts' pass is no pass of tokens"
         )
     by_seams(monkeypatch)
     with engine(folder, settings) as loaded:
         assert loaded.fused == []
-        assert loaded.model.stack is None
+        assert isinstance(loaded.model.executor, SeamExecutor)
         seams = logits_of(loaded, monkeypatch)
     with engine(folder, replace(settings, dtype="fp32", kv="fp32")) as loaded:
         meant = logits_of(loaded, monkeypatch)
@@ -139,7 +143,7 @@ def test_layers_are_fused_in_passes_of_fewer_tokens_than_the_self_test(checkpoin
 def test_quantized_caches_are_read_between_two_calls(kv: str, checkpoint: Folder) -> None:
     with engine(checkpoint("qwen3_moe", **SIZES), replace(INT4, kv=kv)) as loaded:
         assert len(loaded.fused) == len(loaded.model.layers)
-        assert loaded.model.stack is None
+        assert isinstance(loaded.model.executor, SeamExecutor)
 
 
 @pytest.mark.parametrize("changed", [{"deterministic": True}, {"dtype": "fp32", "kv": "fp32"}, {"quant": "none"}])
@@ -167,7 +171,25 @@ def test_a_layer_that_disagrees_in_the_self_test_keeps_the_seams(
     monkeypatch.setattr(selftest, "parts_of", wrong)
     with engine(checkpoint("qwen3_moe", **SIZES)) as loaded:
         assert loaded.fused == []
-        assert loaded.model.stack is None
+        assert isinstance(loaded.model.executor, SeamExecutor)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "bug", [bug for bug in BUGS.values() if bug.file.endswith("steps.cpp")], ids=lambda bug: bug.name
+)
+def test_a_planted_bug_of_the_steps_keeps_the_seams(
+    bug: Bug, checkpoint: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seven experts (FlexOlmo) and 192 columns, which no block of the steps divides, and passes of many rows."""
+    # A measured time decides from how many rows on layers are not fused.
+    monkeypatch.setattr(engine_loader, "measure_gemv_max_rows", lambda *_: GEMV_MAX_ROWS)
+    folder = checkpoint("qwen3_moe", **SIZES | {"hidden_size": 192, "num_attention_heads": 6, "num_experts": 7})
+    settings = replace(INT4, tokens_per_pass=512)
+    with engine(folder, settings) as loaded:
+        assert len(loaded.fused) == len(loaded.model.layers)
+    with planted(bug), engine(folder, settings) as loaded:
+        assert loaded.fused == []
 
 
 def test_results_of_many_threads_are_those_of_one(checkpoint: Folder, monkeypatch: pytest.MonkeyPatch) -> None:

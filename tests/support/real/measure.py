@@ -2,8 +2,8 @@
 
     MOEDGE_ISA=avx2 python -m support.real.measure MODEL OUT < CASES.json
 
-CASES.json is a list of [options of LLM, windows, questions]; OUT gets a line of JSON for each as it ends. One process
-has one instruction set; `measure` starts it.
+CASES.json is a list of [options of LLM, windows, their tokens, questions]; OUT gets a line of JSON for each as it ends.
+One process has one instruction set; `measure` starts it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from support.real.cases import Case
 from support.real.text import ANSWER, QUESTIONS, WINDOW, WINDOWS, windows
 
 ROOT = Path(__file__).parents[3]
-# Of the interpreter of Triton's kernels, which takes a hundred times as long.
-FEW_WINDOWS, FEW_QUESTIONS = 1, 4
+# One window of so many tokens and so few questions for the interpreter of Triton's kernels, a thousand times slower.
+FEW_TOKENS, FEW_QUESTIONS = 128, 4
 
 
 def perplexity(logprobs: Iterable[list[float]]) -> float:
@@ -46,15 +46,16 @@ class Found:
 
     def part(self, other: Found) -> Found:
         """What there is of it for the windows and questions of another one."""
-        return replace(self, logprobs=self.logprobs[: len(other.logprobs)], answers=self.answers[: len(other.answers)])
+        logprobs = [mine[: len(theirs)] for mine, theirs in zip(self.logprobs, other.logprobs, strict=False)]
+        return replace(self, logprobs=logprobs, answers=self.answers[: len(other.answers)])
 
 
-def ask(llm: Any, num_windows: int, num_questions: int) -> Found:
+def ask(llm: Any, num_windows: int, length: int, num_questions: int) -> Found:
     """Perplexity and greedy answers of a loaded `moedge.LLM`."""
     from moedge import SamplingParams
 
     tokenizer = llm.get_tokenizer()
-    texts = windows(tokenizer.encode, num_windows)
+    texts = windows(tokenizer.encode, num_windows, length)
     scored = llm.generate(texts, SamplingParams(max_tokens=1, prompt_logprobs=0), progress=False)
     logprobs = [
         [each[token].logprob for each, token in zip(one.prompt_logprobs[1:], one.prompt_token_ids[1:], strict=True)]
@@ -65,9 +66,11 @@ def ask(llm: Any, num_windows: int, num_questions: int) -> Found:
     return Found(logprobs, [one.token_ids for one in answered], [one.text for one in answered])
 
 
-def size(case: Case, num_windows: int, num_questions: int) -> tuple[int, int]:
-    """Windows and questions of a case."""
-    return (FEW_WINDOWS, FEW_QUESTIONS) if case.attention == "triton" else (num_windows, num_questions)
+def size(case: Case, num_windows: int, num_questions: int) -> tuple[int, int, int]:
+    """Windows, their tokens, and questions of a case."""
+    if case.attention == "triton":
+        return 1, FEW_TOKENS, FEW_QUESTIONS
+    return num_windows, WINDOW, num_questions
 
 
 def measure(
@@ -101,16 +104,20 @@ def measure(
 def main(model: str, out: str, asked: Sequence[Sequence[Any]]) -> None:
     from moedge import LLM
     from moedge.offload.errors import MoedgeError
+    from moedge.quant.matmul.matmul import GEMV_MAX_ROWS
+    from moedge.runtime.loading import engine_loader
 
+    # A measured time decides up to how many rows kernels read codes: here they always do, or results would differ.
+    engine_loader.measure_gemv_max_rows = lambda *_: GEMV_MAX_ROWS  # type: ignore[assignment]
     with Path(out).open("w") as file:
-        for options, num_windows, num_questions in asked:
+        for options, num_windows, length, num_questions in asked:
             line: Any
             try:
                 with LLM(
-                    model, ram="6GiB", gpu_mem=0, max_model_len=WINDOW + 8, rows=num_questions, prompt_tokens=48,
-                    output_tokens=ANSWER, **options,
+                    model, ram="6GiB", gpu_mem=0, max_model_len=length + 8, rows=max(16, num_questions),
+                    prompt_tokens=48, output_tokens=ANSWER, **options,
                 ) as llm:  # fmt: skip
-                    found = ask(llm, num_windows, num_questions)
+                    found = ask(llm, num_windows, length, num_questions)
                     line = [found.logprobs, found.answers, found.texts]
             except MoedgeError as error:
                 line = f"{type(error).__name__}: {error}"

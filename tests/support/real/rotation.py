@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +70,28 @@ def _set(module: nn.Module, weight: Tensor) -> None:
 
 def rotated(seed: int = SEED) -> Path:
     """The folder of the rotated checkpoint, written where it is missing."""
+    return _written(f"{NAME}-{seed}", lambda model: rotate(model, seed))
+
+
+def shallow() -> Path:
+    """The folder of the model's first two layers, with its embedding and norms, written where it is missing."""
+
+    def cut(model: Any) -> None:
+        model.model.layers = model.model.layers[:2]
+        model.config.num_hidden_layers = 2
+
+    return _written("SmolLM2-135M-Instruct-2-layers", cut)
+
+
+def _written(name: str, change: Callable[[Any], None]) -> Path:
     from transformers import AutoTokenizer
 
-    folder = cache() / f"{NAME}-{seed}"
+    folder = cache() / name
     if folder.exists():
         return folder
     file = smollm2()
     model = load(file)
-    rotate(model, seed)
+    change(model)
     unfinished = folder.with_suffix(".new")
     shutil.rmtree(unfinished, ignore_errors=True)
     model.to(torch.bfloat16).save_pretrained(unfinished)

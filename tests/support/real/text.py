@@ -38,7 +38,7 @@ def prose() -> str:
 
 def windows(encode: Callable[[str], list[int]], count: int = WINDOWS, length: int = WINDOW) -> list[list[int]]:
     """The first `count` windows of prose, of `length` tokens each."""
-    ids = encode(prose()[: count * length * 12])
+    ids = encode(prose()[: count * length * 12]) if count else []
     assert len(ids) >= count * length
     return [ids[begin : begin + length] for begin in range(0, count * length, length)]
 
