@@ -170,17 +170,17 @@ void weigh(const Work &w, int64_t split, int from, int to, [[maybe_unused]] Ahea
 #endif
     if (in_tiles(a, v)) ahead.spread(w.num * (to - from) / 16, SOFTMAX_READS);
     for (int n = 0; n < w.num; n++) {
-        const Visible mine(a, w.tile_rows->position + n / a.group, split);
+        const Visible visible(a, w.tile_rows->position + n / a.group, split);
         float *ends = out + n * (v.width + 2) + v.width, *p = w.scores + int64_t(n) * SPLIT;
         ends[0] = NOTHING;
         ends[1] = 0;
 #if MOEDGE_LEVEL >= 3
         if (packed) {
-            weigh_packed(w, n, mine, from, to, ends, ends + 1, ahead);
+            weigh_packed(w, n, visible, from, to, ends, ends + 1, ahead);
             continue;
         }
 #endif
-        if (mine.any()) ends[1] = softmax(w, n, mine, from, to, ends);
+        if (visible.any()) ends[1] = softmax(w, n, visible, from, to, ends);
         else memset(p + from, 0, (to - from) * sizeof(float));
         memcpy((float *)w.weights + int64_t(n) * SPLIT + from, p + from, (to - from) * sizeof(float));
     }
@@ -281,10 +281,10 @@ void add_split(const Work &w, int64_t split, const float *partial) {
             continue;
         }
         const float top = total[width] > added[width] ? total[width] : added[width];
-        const float mine = exp2(total[width] - top), others = exp2(added[width] - top);
-        for (int d = 0; d < width; d++) total[d] = total[d] * mine + added[d] * others;
+        const float before = exp2(total[width] - top), after = exp2(added[width] - top);
+        for (int d = 0; d < width; d++) total[d] = total[d] * before + added[d] * after;
         total[width] = top;
-        total[width + 1] = total[width + 1] * mine + added[width + 1] * others;
+        total[width + 1] = total[width + 1] * before + added[width + 1] * after;
     }
 }
 
@@ -341,16 +341,16 @@ extern "C" void MOEDGE_NAMED(moedge_attend)(const moedge_attention *a, int64_t b
     const Tiles tiles;
 #endif
     for (int64_t item = begin; item < end; item++) {
-        const Next mine = first_of(*a, item, end), next = first_of(*a, item + 1, end);
-        take(w, mine.rows - a->rows, mine.head);
+        const Next current = first_of(*a, item, end), next = first_of(*a, item + 1, end);
+        take(w, current.rows - a->rows, current.head);
         prepare(w);
         if (a->num_pieces) {
-            attend_split(w, mine.split, next, a->partials + item * a->partial_stride);
+            attend_split(w, current.split, next, a->partials + item * a->partial_stride);
             continue;
         }
         const int64_t last = last_split(*w.tile_rows);
-        for (int64_t split = mine.split; split <= last; split++) {
-            attend_split(w, split, split < last ? Next{mine.rows, mine.head, split + 1} : next, w.partial);
+        for (int64_t split = current.split; split <= last; split++) {
+            attend_split(w, split, split < last ? Next{current.rows, current.head, split + 1} : next, w.partial);
             add_split(w, split, w.partial);
         }
         finish(w);

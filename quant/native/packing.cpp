@@ -63,7 +63,7 @@ struct Nearest {
         }
     }
 
-    vi of(vf x) const {
+    vi index_of(vf x) const {
         // The lowest bits are the number of the cell.
         const vi cell = _mm512_castps_si512(fma(x, factor, set1(ROUNDER)));
         const vi found = _mm512_permutex2var_epi32(index[0], cell, index[1]);
@@ -104,7 +104,7 @@ struct Nearest {
         }
     }
 
-    vi of(vf x) const {
+    vi index_of(vf x) const {
         vi found = _mm256_setzero_si256();
         for (int step = 0; step < STEPS; step++) {
             const vf above = _mm256_cmp_ps(x, _mm256_permutevar8x32_ps(tables[step], found), _CMP_GT_OQ);
@@ -167,7 +167,7 @@ struct Nf4 {
         const float absmax = bf16_to_float(uint16_t(most));
         const vf factor = set1(1.0f / (absmax < 1e-38f ? 1e-38f : absmax));
         for (int i = 0; i < GROUP; i += 32)
-            put_codes(x + i, codes + i, [&](vf numbers) { return levels.of(mul(numbers, factor)); });
+            put_codes(x + i, codes + i, [&](vf numbers) { return levels.index_of(mul(numbers, factor)); });
         return true;
     }
 
@@ -241,7 +241,7 @@ struct Mxfp4 {
         const vf factor = set1(bf16_to_float(uint16_t((254 - exponent) << 7)));
         put_codes(x, codes, [&](vf numbers) {
             const vf scaled = mul(numbers, factor);
-            return with_sign(levels.of(abs(scaled)), scaled);
+            return with_sign(levels.index_of(abs(scaled)), scaled);
         });
         return true;
     }

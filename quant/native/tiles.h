@@ -54,13 +54,13 @@ constexpr int VECTORS = OUTPUTS / W;
 
 // Two columns of a tile's values in float32: of column 0 and 1.
 struct FloatPair {
-    vf of[2][VECTORS];
+    vf values[2][VECTORS];
 };
 
 // Two columns of a tile's values, ready to be multiplied by two numbers of every row.
 #if MOEDGE_LEVEL >= 3
 struct Pair {
-    __m512i of[VECTORS];
+    __m512i values[VECTORS];
 };
 // Rows whose sums fit the registers beside a pair and their results.
 constexpr int ROWS_AT_ONCE = 6;
@@ -71,8 +71,8 @@ inline void add_products(vf (&sums)[VECTORS], const Pair& pair, const uint16_t* 
     int both;
     memcpy(&both, x, 4);
     const __m512i numbers = _mm512_set1_epi32(both);
-    sums[0] = _mm512_dpbf16_ps(sums[0], (__m512bh)pair.of[0], (__m512bh)numbers);
-    sums[1] = _mm512_dpbf16_ps(sums[1], (__m512bh)pair.of[1], (__m512bh)numbers);
+    sums[0] = _mm512_dpbf16_ps(sums[0], (__m512bh)pair.values[0], (__m512bh)numbers);
+    sums[1] = _mm512_dpbf16_ps(sums[1], (__m512bh)pair.values[1], (__m512bh)numbers);
 }
 #else
 using Pair = FloatPair;
@@ -82,8 +82,8 @@ constexpr int64_t MOST_DIRECT = ROWS_AT_ONCE;
 inline void add_products(vf (&sums)[VECTORS], const Pair& pair, const uint16_t* x) {
     const vf first = set1(bf16_to_float(x[0])), second = set1(bf16_to_float(x[1]));
     for (int v = 0; v < VECTORS; v++) {
-        sums[v] = fma(pair.of[0][v], first, sums[v]);
-        sums[v] = fma(pair.of[1][v], second, sums[v]);
+        sums[v] = fma(pair.values[0][v], first, sums[v]);
+        sums[v] = fma(pair.values[1][v], second, sums[v]);
     }
 }
 #endif
@@ -107,16 +107,16 @@ struct FloatCodes {
         if (VALUES == Type::INT8) {
             for (int v = 0; v < VECTORS; v++) {
                 const __m512i both = _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i*)(from + OUTPUTS * v)));
-                out.of[0][v] = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(both, 24), 24));
-                out.of[1][v] = _mm512_cvtepi32_ps(_mm512_srai_epi32(both, 8));
+                out.values[0][v] = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(both, 24), 24));
+                out.values[1][v] = _mm512_cvtepi32_ps(_mm512_srai_epi32(both, 8));
             }
             return;
         }
         const __m512i codes = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
-        out.of[0][0] = _mm512_permutexvar_ps(codes, table);
-        out.of[1][0] = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 8), table);
-        out.of[0][1] = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), table);
-        out.of[1][1] = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 12), table);
+        out.values[0][0] = _mm512_permutexvar_ps(codes, table);
+        out.values[1][0] = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 8), table);
+        out.values[0][1] = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), table);
+        out.values[1][1] = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 12), table);
     }
 #else
     __m256 low, high;
@@ -135,17 +135,17 @@ struct FloatCodes {
         if (VALUES == Type::INT8) {
             for (int v = 0; v < VECTORS; v++) {
                 const __m256i both = _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i*)(from + 2 * W * v)));
-                out.of[0][v] = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(both, 24), 24));
-                out.of[1][v] = _mm256_cvtepi32_ps(_mm256_srai_epi32(both, 8));
+                out.values[0][v] = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(both, 24), 24));
+                out.values[1][v] = _mm256_cvtepi32_ps(_mm256_srai_epi32(both, 8));
             }
             return;
         }
         for (int half = 0; half < 2; half++) {
             const __m256i codes = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(from + 16 * half)));
-            out.of[0][half] = looked_up(codes);
-            out.of[1][half] = looked_up(_mm256_srli_epi32(codes, 8));
-            out.of[0][half + 2] = looked_up(_mm256_srli_epi32(codes, 4));
-            out.of[1][half + 2] = looked_up(_mm256_srli_epi32(codes, 12));
+            out.values[0][half] = looked_up(codes);
+            out.values[1][half] = looked_up(_mm256_srli_epi32(codes, 8));
+            out.values[0][half + 2] = looked_up(_mm256_srli_epi32(codes, 4));
+            out.values[1][half + 2] = looked_up(_mm256_srli_epi32(codes, 12));
         }
     }
 #endif
@@ -180,13 +180,13 @@ struct Codes {
     void pair(int64_t index, Pair& out) const {
         const uint8_t* from = at + index * NBYTES;
         if (VALUES == Type::INT8) {
-            out.of[0] = integers(from);
-            out.of[1] = integers(from + OUTPUTS);
+            out.values[0] = integers(from);
+            out.values[1] = integers(from + OUTPUTS);
             return;
         }
         const __m512i codes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)from));
-        out.of[0] = _mm512_permutexvar_epi16(codes, table);
-        out.of[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), table);
+        out.values[0] = _mm512_permutexvar_epi16(codes, table);
+        out.values[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), table);
     }
 };
 #else
@@ -202,8 +202,8 @@ struct Widened {
 
     void pair(int64_t index, Pair& found) const {
 #if MOEDGE_LEVEL >= 3
-        found.of[0] = _mm512_load_si512(&at[index].of[0]);
-        found.of[1] = _mm512_load_si512(&at[index].of[1]);
+        found.values[0] = _mm512_load_si512(&at[index].values[0]);
+        found.values[1] = _mm512_load_si512(&at[index].values[1]);
 #else
         found = at[index];
 #endif

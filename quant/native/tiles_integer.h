@@ -36,7 +36,7 @@ constexpr int64_t INTEGERS_AHEAD = 8192;
 
 // Four columns of a tile's codes: a lane of 32 bits has those of one output.
 struct Quad {
-    vi of[VECTORS];
+    vi values[VECTORS];
 };
 
 // Quads from codes, whose order Codes in tiles.h describes.
@@ -74,13 +74,13 @@ struct Quads {
                 const __m256i first = _mm256_loadu_si256((const __m256i*)(from + 32 * v));
                 const __m256i second = _mm256_loadu_si256((const __m256i*)(from + 64 + 32 * v));
                 const vi both = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
-                out.of[v] = _mm512_xor_si512(_mm512_permutexvar_epi16(words_of_both(), both), all_bytes(-128));
+                out.values[v] = _mm512_xor_si512(_mm512_permutexvar_epi16(words_of_both(), both), all_bytes(-128));
             }
             return;
         }
         const vi both = _mm512_permutexvar_epi16(words_of_both(), load_bytes(from));
-        out.of[0] = numbers(mask(both, all_bytes(15)));
-        out.of[1] = numbers(high_nibbles(both));
+        out.values[0] = numbers(mask(both, all_bytes(15)));
+        out.values[1] = numbers(high_nibbles(both));
     }
 #else
     static void interleave(const uint8_t* first, const uint8_t* second, vi& low, vi& high) {
@@ -94,16 +94,16 @@ struct Quads {
         const uint8_t* from = at + index * NBYTES;
         if (VALUES == Type::INT8) {
             for (int half = 0; half < 2; half++) {
-                interleave(from + 32 * half, from + 64 + 32 * half, out.of[2 * half], out.of[2 * half + 1]);
-                for (int v = 2 * half; v < 2 * half + 2; v++) out.of[v] = _mm256_xor_si256(out.of[v], all_bytes(-128));
+                interleave(from + 32 * half, from + 64 + 32 * half, out.values[2 * half], out.values[2 * half + 1]);
+                for (int v = 2 * half; v < 2 * half + 2; v++) out.values[v] = _mm256_xor_si256(out.values[v], all_bytes(-128));
             }
             return;
         }
         vi both[2];
         interleave(from, from + OUTPUTS, both[0], both[1]);
         for (int v = 0; v < 2; v++) {
-            out.of[v] = numbers(mask(both[v], all_bytes(15)));
-            out.of[2 + v] = numbers(high_nibbles(both[v]));
+            out.values[v] = numbers(mask(both[v], all_bytes(15)));
+            out.values[2 + v] = numbers(high_nibbles(both[v]));
         }
     }
 #endif
@@ -194,7 +194,7 @@ void add_integer_rows(float* results, const Source& source, const Matrix& matrix
                 memcpy(&four, x + r * CHUNK + 4 * q, 4);
                 const vi integers = all_lanes(four);
                 for (int v = 0; v < VECTORS; v++)
-                    sums[r][v] = add_products<VALUES == Type::INT8>(sums[r][v], quad.of[v], integers);
+                    sums[r][v] = add_products<VALUES == Type::INT8>(sums[r][v], quad.values[v], integers);
             }
         }
         Factors factors;

@@ -69,7 +69,7 @@ void widen_tile(const Matrix& matrix, int64_t tile, uint32_t* to) {
             codes.prefetch(chunk * (CHUNK / 2) + p);
             codes.pair(chunk * (CHUNK / 2) + p, pair);
             for (int v = 0; v < VECTORS; v++) {
-                vf first = mul(pair.of[0][v], factors.scale[v]), second = mul(pair.of[1][v], factors.scale[v]);
+                vf first = mul(pair.values[0][v], factors.scale[v]), second = mul(pair.values[1][v], factors.scale[v]);
                 if (has_zeros) {
                     first = add(first, factors.zero[v]);
                     second = add(second, factors.zero[v]);
