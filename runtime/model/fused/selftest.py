@@ -94,7 +94,7 @@ def fuse(
         stub = StubAttention([], [])
         calls = _calls_by_seams(runner, [layers[index] for index in found], list(found.values()), stub, vocab)
         shared: dict[tuple[object, ...], Buffers] = {}
-        fused = []
+        fused: list[FusedLayer] = []
         for (index, parts), expected in zip(found.items(), calls, strict=True):
             key = Buffers.key(parts)
             if key not in shared:
