@@ -1,4 +1,4 @@
-"""moedge on Ray: `BatchModel` for Ray Data's `map_batches` (docs/ray.md).
+"""moedge on Ray: `BatchModel` for Ray Data's `map_batches` (docs/jobs.md).
 
     import ray
     from moedge.ray import BatchModel

@@ -1,12 +1,10 @@
-"""What does reading documents take from generation, and does the memory of a job grow with its files?
+"""What does reading documents first cost a job, and does the memory of a job grow with its files?
 
-    python -m bench.documents speed --model models/s [--files 1000] [--rows 64] [--max-tokens 200] [--turns 3]
+    python -m bench.documents speed --model models/s [--files 64] [--max-tokens 200] [--turns 3]
     python -m bench.documents memory --model models/toy [--files 300 30000]
 
-`speed` answers rows about a folder of PDF, DOCX, PPTX, XLSX, HTML, mail and text in three ways, which take turns, since
-machines get faster and slower meanwhile: the prompts as a file with `moedge batch`, `moedge docs` that reads the folder
-beside generation, and `moedge docs` with what was read before in the cache. The folder has many more files than rows
-are answered, so files are read until the last row. A share is of the prompts alone in the same turn.
+`speed` reads a folder of PDF, DOCX, PPTX, XLSX, HTML, mail and text, and answers a row about each file by `moedge
+docs` with what was read in its cache: the share of reading is the most that an overlap with generation could save.
 `memory` asks about folders of small text files with few output tokens each: the peak resident memory of the command,
 and of it with all processes that it started, sampled every 50 ms.
 """
@@ -21,8 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
@@ -97,72 +94,28 @@ def moedge(*words: object) -> list[str]:
     return [sys.executable, "-m", "moedge", *map(str, words), "-q"]
 
 
-@dataclass(frozen=True)
-class Slice:
-    """One run of one side. `waited` is the share of its time in which it had capacity and no row was read."""
-
-    rate: float
-    waited: float
-    sequences: float
-    seconds: float
-    tokens: int
-
-
-def run_slice(command: Sequence[str], summary: Path) -> Slice:
-    code = subprocess.run([*command, "--summary", str(summary)], check=False, cwd=ROOT).returncode
-    if code not in (ExitCode.OK, ExitCode.STOPPED):
-        raise SystemExit(f"{' '.join(command)} failed with exit code {code}")
-    found = json.loads(summary.read_bytes())
-    # A job over documents has a summary for each round.
-    found = found["rounds"][0] if "rounds" in found else found
-    seconds, tokens = found["seconds"]["generate"], found["tokens"]["generated"]
-    waited = (found["stalls"]["rows"] or 0.0) / seconds
-    return Slice(tokens / seconds, waited, found["passes"]["sequences_mean"], seconds, tokens)
-
-
-ALONE, BESIDE, CACHED = "the prompts alone", "read beside generation", "read before, from the cache"
-
-
 def speed(options: argparse.Namespace, root: Path) -> None:
-    folder, cache = root / "in", root / "texts"
+    folder, shares = root / "in", list[float]()
     make_mixed(folder, options.files, options.words)
-    for _ in iter_documents(folder, cache=cache):
-        pass
     limits = ("--ram", options.ram, "--max-sequences", options.sequences, "--max-tokens", options.max_tokens)
-    # The plan of 1,000 documents may compute fewer tokens in a pass than that of as many rows as a run answers.
-    common = (*limits, "--tokens-per-pass", options.tokens_per_pass, "--disk-dir", root / "stores")
-    asked = (*common, "--prompt", "What does it say?", "--max-rows", options.rows)
-    sides: dict[str, Callable[[Path], list[str]]] = {
-        ALONE: lambda out: moedge("batch", options.model, root / "rows.jsonl", "-o", out, *common),
-        BESIDE: lambda out: moedge("docs", options.model, folder, "-o", out, *asked),
-        CACHED: lambda out: moedge("docs", options.model, folder, "-o", out, *asked, "--cache", cache),
-    }
-    # What the first run of a model learns and writes is there for all that are compared, and so are the prompts.
-    run_slice([*sides[CACHED](root / "first.jsonl"), "--max-tokens", "8"], root / "first.json")
-    (rows,) = (root / "first.job" / "rounds").glob("*/0001.jsonl")
-    (root / "rows.jsonl").write_text("".join(rows.read_text().splitlines(keepends=True)[: options.rows]))
-    found: dict[str, list[Slice]] = {name: [] for name in sides}
     for turn in range(options.turns):
-        # Each side comes first, second and third as often.
-        order = [*sides][turn % 3 :] + [*sides][: turn % 3]
-        for number, name in enumerate(order):
-            out = root / f"{turn}-{number}.jsonl"
-            found[name].append(one := run_slice(sides[name](out), out.with_suffix(".json")))
-            print(
-                f"turn {turn + 1}: {name:28} {one.rate:7.1f} tok/s, {one.seconds:6.1f} s, no row {one.waited:.1%}, "
-                f"{one.sequences:.1f} sequences", flush=True,
-            )  # fmt: skip
-    for name, slices in found.items():
-        _show(name, slices, found[ALONE])
-
-
-def _show(name: str, slices: list[Slice], alone: list[Slice]) -> None:
-    shares = sorted(one.rate / other.rate for one, other in zip(slices, alone, strict=True))
-    print(
-        f"{name:28} {median(one.rate for one in slices):7.1f} tok/s  share {median(shares):6.1%} "
-        f"({shares[0]:.1%} to {shares[-1]:.1%})  capacity and no row {max(one.waited for one in slices):5.1%}  "
-        f"{median(one.sequences for one in slices):5.1f} sequences  {slices[0].tokens} tokens"
-    )
+        cache, out, begun = root / f"texts{turn}", root / f"{turn}.jsonl", time.perf_counter()
+        for _ in iter_documents(folder, cache=cache):
+            pass
+        reading, summary = time.perf_counter() - begun, out.with_suffix(".json")
+        asked = (*limits, "--prompt", "What does it say?", "--disk-dir", root / "stores", "--cache", cache)
+        command = moedge("docs", options.model, folder, "-o", out, *asked, "--summary", summary)
+        code = subprocess.run(command, check=False, cwd=ROOT).returncode
+        if code not in (ExitCode.OK, ExitCode.SOME_ROWS_FAILED):
+            raise SystemExit(f"{' '.join(command)} failed with exit code {code}")
+        found = json.loads(summary.read_bytes())["rounds"][0]
+        generating, tokens = found["seconds"]["generate"], found["tokens"]["generated"]
+        shares.append(reading / (reading + generating))
+        print(
+            f"turn {turn + 1}: {options.files} files read in {reading:.1f} s, {tokens:,} tokens generated in "
+            f"{generating:.1f} s: reading is {shares[-1]:.1%}", flush=True,
+        )  # fmt: skip
+    print(f"reading first is {median(shares):.1%} ({min(shares):.1%} to {max(shares):.1%}) of both")
 
 
 def tree_nbytes(root: int) -> tuple[int, int]:
@@ -229,10 +182,8 @@ def main() -> None:
         each.add_argument("--ram", default="3GiB")
     memories.add_argument("--files", type=int, nargs="+", default=[300, 30_000])
     memories.add_argument("--max-tokens", type=int, default=8)
-    speeds.add_argument("--files", type=int, default=1000)
-    speeds.add_argument("--rows", type=int, default=64, help="rows that each run answers")
+    speeds.add_argument("--files", type=int, default=64)
     speeds.add_argument("--sequences", type=int, default=32, help="rows at a time")
-    speeds.add_argument("--tokens-per-pass", type=int, default=256)
     speeds.add_argument("--turns", type=int, default=3)
     speeds.add_argument("--max-tokens", type=int, default=200)
     speeds.add_argument("--words", type=int, default=80, help="most words of a document; the fewest are half of it")

@@ -30,7 +30,7 @@ from bench.real_model import smollm2
 
 # Formats have groups of 32 and 64 columns, so an expert has 64.
 NUM_EXPERTS = 24
-# The smallest number with which perplexity is at most twice the dense model's: `--table`, docs/experts.md.
+# The smallest number with which perplexity is at most twice the dense model's: `--table`, docs/dev/experts.md.
 PER_TOKEN = 16
 WINDOW = 512
 CALIBRATION, HELD_OUT = 20 * WINDOW, 8 * WINDOW

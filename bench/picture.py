@@ -1,11 +1,11 @@
 """Draws README's picture and writes its table, from what `bench.compare --record` measured.
 
     python -m bench.picture docs/measurements/*.json --out docs/under-a-ceiling.svg --readme README.md \
-        --performance docs/performance.md
+        --performance docs/dev/performance.md
 
-A panel for each record: generated tokens per second by sequences, of the best setting of each engine. The table goes
-between the two comments in README that name this script; docs/performance.md gets, between its own, the ratios, roofs
-and figures of all settings.
+Generated tokens per second by sequences, of the best setting of each engine. README shows the records of `SHOWN`, its
+picture the first of them; the table goes between the two comments that name this script. docs/dev/performance.md gets,
+between its own, the ratios, roofs and figures of all records and settings.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ BEGIN_ALL = "<!-- python -m bench.picture writes these tables -->"
 END_ALL = "<!-- end of the tables -->"
 ENGINES = {"moedge": "#0b6e8f", "llama.cpp": "#b0413e", "accelerate": "#d08a1d", "transformers": "#7a6aa8"}
 Record = dict[str, Any]
+SHOWN = ("four bits in 1.5 GiB", "bf16 in 3 GiB", "in memory, Zen 4")
+SHOWN_SEQUENCES = ("1", "8", "32", "128")
 # What models of bench.make_model are; README's text says it of the table.
 FIRST_LINE = "A mixture of 7 GB in bf16 whose weights are random, in a real shape, on two CPU cores"
 
@@ -58,12 +60,20 @@ def column(cell: tuple[str, float]) -> float:
     return float("inf") if cell[0] == PROMPTS else int(cell[0])
 
 
-def table(records: list[Record]) -> str:
+def shown(records: list[Record]) -> list[Record]:
+    """The records that README shows, in its order; all where none of them is given."""
+    chosen = [record for record in records if record["title"] in SHOWN]
+    return sorted(chosen, key=lambda record: SHOWN.index(record["title"])) or records
+
+
+def table(records: list[Record], columns: Container[str] | None = None) -> str:
     """Markdown: a row for each record and engine, a column for each number of sequences, and for prompts."""
     speeds = [
         (f"{record['title']}, {engine}", found) for record in records for engine, found in best_cells(record).items()
     ]
-    cells = sorted({(cell, 0.0) for _, found in speeds for cell in found}, key=column)
+    cells = sorted(
+        {(cell, 0.0) for _, found in speeds for cell in found if columns is None or cell in columns}, key=column
+    )
     names = [f"{PROMPTS}, tokens/s" if cell == PROMPTS else cell for cell, _ in cells]
     lines = [head_line(["generated tokens/s, by sequences", *names])]
     lines += [
@@ -88,7 +98,8 @@ def speed(tokens_per_second: float) -> str:
 
 def with_table(page: str, records: list[Record]) -> str:
     """Raises SystemExit where the page lacks the two comments."""
-    return between(page, BEGIN, END, f"{table(records)}\n\n{machines(records)}")
+    chosen = shown(records)
+    return between(page, BEGIN, END, f"{table(chosen, SHOWN_SEQUENCES)}\n\n{machines(chosen)}")
 
 
 def with_tables(page: str, records: list[Record]) -> str:
@@ -134,7 +145,9 @@ def pyplot() -> Iterator[Any]:
 def draw(records: list[Record], out: Path) -> None:
     """An SVG on white, so that it is read on light and on dark pages."""
     with pyplot() as plt:
-        figure, panels = plt.subplots(1, len(records), figsize=(4.6 * len(records), 3.4), squeeze=False, sharey=True)
+        figure, panels = plt.subplots(
+            1, len(records), figsize=(max(4.6 * len(records), 6.4), 3.4), squeeze=False, sharey=True
+        )
         for panel, record in zip(panels[0], records, strict=True):
             draw_panel(panel, record)
         panels[0][0].set_ylabel("generated tokens/s")
@@ -177,7 +190,7 @@ def main() -> None:
     parser.add_argument("--performance", type=Path, help="the page of all settings and roofs")
     options = parser.parse_args()
     records = [json.loads(file.read_text()) for file in options.records]
-    draw(records, options.out)
+    draw(shown(records)[:1], options.out)
     if options.readme:
         options.readme.write_text(with_table(options.readme.read_text(), records))
     if options.performance:

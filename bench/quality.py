@@ -1,4 +1,4 @@
-"""What each format costs on text that the demo model never saw; prints the tables of docs/quality.md.
+"""What each format costs on text that the demo model never saw; prints the tables of bench/results/quality.md.
 
 python -m bench.quality weights    perplexity by weight format, against stock transformers; with --llama-bin, where
                                    llama-quantize lies, also of its Q4_0, read by moedge

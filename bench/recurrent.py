@@ -64,7 +64,7 @@ class Mixers:
         self._batch: Batch | None = None
         self._own: list[list[Any]] = []
         self._watch_batches()
-        for module in loaded.model._model.modules():
+        for module in loaded.model.model.modules():
             if any(isinstance(child, torch.nn.Conv1d) for child in module.children()):
                 module.forward = self._timed(module.forward)
 

@@ -6,7 +6,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .options.configured_command import ConfiguredCommand
     from .options.options import MODEL, ViewOptions, command, say, say_device
     from .options.paths import own_file
     from .options.signals import Stopped
@@ -14,8 +13,7 @@ if TYPE_CHECKING:
     from .views.progress import stages_on
 
 _MODULES = {
-    # A command: its class, the argument MODEL, parameters from declared options, checks of paths, lines on stderr.
-    "ConfiguredCommand": ".options.configured_command",
+    # A command: the argument MODEL, parameters from declared options, checks of paths, lines on stderr.
     "MODEL": ".options.options",
     "command": ".options.options",
     "own_file": ".options.paths",
@@ -31,7 +29,6 @@ _MODULES = {
 }
 
 __all__ = [
-    "ConfiguredCommand",
     "JobView",
     "MODEL",
     "Stopped",

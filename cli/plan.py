@@ -31,7 +31,7 @@ class PlanCommand(PlanOptions, total=False):
         bool,
         Option("Explain which alternatives were compared, and what the numbers are based on.", False, common=True),
     ]
-    as_json: Annotated[bool, Option("Print the plan as JSON: docs/plan.md.", False, flags=("--json",), common=True)]
+    as_json: Annotated[bool, Option("The plan as JSON: docs/reference.md.", False, flags=("--json",), common=True)]
     save: Annotated[
         Path | None,
         Option("Write the plan to this file, for `moedge batch --plan`.", takes=Takes.OWN_FILE, common=True),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ExitCode(IntEnum):
-    """The exit codes of the process; docs/exit-codes.md explains them."""
+    """The exit codes of the process; docs/reference.md explains them."""
 
     OK = 0
     BUG = 1

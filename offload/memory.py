@@ -256,7 +256,7 @@ def return_memory() -> None:
     """Gives every large allocation a mapping of its own, which is returned to the system when it is freed.
 
     By default glibc raises the threshold up to 32 MiB. Then the buffers of a pass share one heap with small objects and
-    fragment it: a job of 512 sequences grew by 5 MiB a pass and exceeded its budget (docs/performance.md).
+    fragment it: a job of 512 sequences grew by 5 MiB a pass and exceeded its budget (bench/results/log.md).
 
     Call it before threads allocate: those that did keep heaps of their own.
     """
@@ -269,7 +269,7 @@ def keep_memory() -> None:
     """Lets a pass reuse the memory of the previous pass, up to KEPT_NBYTES. Use a `Heap` to bound the growth.
 
     A new mapping is zeroed page by page: a norm of 512 tokens takes 4.9 ms with `return_memory`, 1.2 ms with this
-    (docs/performance.md).
+    (bench/results/log.md).
     """
     _set(_M_ARENA_MAX, 1)
     _set(_M_MMAP_THRESHOLD, 32 << 20)

@@ -5,19 +5,17 @@ A codec takes some twenty torch operations a chunk, between which threads wait f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from ctypes import addressof, c_int64, c_void_p
+from collections.abc import Callable
+from ctypes import POINTER, byref
 from functools import cache
-from types import MappingProxyType
 
 from torch import Tensor
 
-from .formats.format import INT4PACK, ROWS, TILES, Layout
+from .formats.format import INT4PACK, ROWS, Layout
+from .native.interface import ENUMS, NativePacking
 from .native.library import available, function
 
-# Enums of native/packing.cpp.
-_FORMATS: Mapping[str, int] = MappingProxyType({"nf4": 0, "int4": 1, "mxfp4": 2, "int8": 3})
-_ORDERS: Mapping[str, int] = MappingProxyType({ROWS: 0, TILES: 1, INT4PACK: 2})
+_FORMATS, _ORDERS = ENUMS["weight_format"], ENUMS["order"]
 # Numbers of the rows that one call packs: few enough that threads end together, many enough that the call costs little.
 CHUNK = 1 << 18
 
@@ -38,20 +36,21 @@ def pack_rows(weight: Tensor, layout: Layout, planes: tuple[Tensor, ...]) -> boo
     if weight.stride(1) != 1:
         weight = weight.contiguous()
     codes, scales = planes
-    given = (c_int64 * 10)(
-        weight.data_ptr(),
-        weight.stride(0),
-        *weight.shape,
-        codes.data_ptr(),
-        scales.data_ptr(),
-        scales.stride(0) // 2 if layout.order == INT4PACK else 0,
-        _FORMATS[layout.format],
-        _ORDERS[layout.order],
+    some = NativePacking(
+        x=weight.data_ptr(),
+        stride=weight.stride(0),
+        rows=weight.shape[0],
+        columns=weight.shape[1],
+        codes=codes.data_ptr(),
+        scales=scales.data_ptr(),
+        scale_stride=scales.stride(0) // 2 if layout.order == INT4PACK else 0,
+        format=_FORMATS[layout.format],
+        order=_ORDERS[layout.order],
     )
-    _function()(addressof(given))
-    return bool(given[9])
+    _function()(byref(some))
+    return bool(some.finite)
 
 
 @cache
-def _function() -> Callable[[int], None]:
-    return function("moedge_pack", [c_void_p])
+def _function() -> Callable[..., None]:
+    return function("moedge_pack", [POINTER(NativePacking)])

@@ -29,6 +29,7 @@ from .formats.format import (
     get_format,
     row_chunks,
 )
+from .native.interface import NativeMatrix
 from .scratch import wide_columns
 
 
@@ -85,8 +86,8 @@ class PackedTensor:
 
     layout: Layout
     planes: tuple[Tensor, ...]
-    # The planes as kernels want them (matmul/tiled.py), from the first call on: asking for addresses takes longer.
-    described: list[int] = field(default_factory=list, compare=False, repr=False)
+    # The matrix as kernels take it (matmul/tiled.py), from the first call on: asking for addresses takes longer.
+    native: list[NativeMatrix] = field(default_factory=list, compare=False, repr=False)
 
     @classmethod
     def bind(cls, layout: Layout, buffer: Tensor) -> Self:

@@ -10,7 +10,7 @@ import sys
 import threading
 from typing import Any
 
-from ...runtime.api.face import ClusterFailed, MissingExtra
+from ...runtime.api.face import errors
 
 LOCAL, AUTO = "local", "auto"
 # Until somebody at an address accepts a connection, and until a cluster has answered.
@@ -31,7 +31,7 @@ def import_ray() -> Any:
         import ray
         import ray.util.scheduling_strategies
     except ImportError:
-        raise MissingExtra("--ray needs Ray", "ray") from None
+        raise errors.MissingExtra("--ray needs Ray", "ray") from None
     return ray
 
 
@@ -66,7 +66,7 @@ def _connect_once(address: str) -> None:
 def _refuse_without_token(address: str, stderr: str) -> None:
     """`ray start` asks for a token wherever one lies, and a program that names an address sends none by itself."""
     if "InvalidAuthToken" in stderr or "AuthenticationError" in stderr:
-        raise ClusterFailed(
+        raise errors.ClusterFailed(
             f"--ray {address}: the cluster asks for its token: set RAY_AUTH_MODE=token for this command, and copy the "
             f"head's ~/.ray/auth_token to this machine; on the head itself, --ray {AUTO} is enough"
         )
@@ -76,8 +76,8 @@ def _last_line(text: str) -> str:
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "Ray says nothing")
 
 
-def _failed(address: str, why: str) -> ClusterFailed:
-    return ClusterFailed(f"--ray {address}: no cluster answers there ({why}); {_ADVICE}")
+def _failed(address: str, why: str) -> errors.ClusterFailed:
+    return errors.ClusterFailed(f"--ray {address}: no cluster answers there ({why}); {_ADVICE}")
 
 
 def connect(ray: Any, address: str) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...runtime.api.face import BadArgument, DoesNotFit
+from ...runtime.api.face import errors
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,7 +57,7 @@ class BatchModel:
         import numpy as np
 
         if self._column not in batch:
-            raise BadArgument(f"the batch has no column {self._column!r}; it has {', '.join(batch)}")
+            raise errors.BadArgument(f"the batch has no column {self._column!r}; it has {', '.join(batch)}")
         outputs = self._llm.answer([_prompt(each) for each in batch[self._column]], self._params)
         found = [each.outputs[0] if each.outputs else None for each in outputs]
         return {
@@ -90,7 +90,7 @@ class BatchModel:
         known = {name: value for name, value in options.items() if name not in _NOT_OF_PLANS}
         report = plan(model, **known)
         if report.result is None:
-            raise DoesNotFit(str(report.document["reason"]))
+            raise errors.DoesNotFit(str(report.document["reason"]))
         chosen = report.result.plan
         on_gpu = chosen.budget.device is not None
         given = {"column": column, "sampling": sampling, "options": options}

@@ -15,16 +15,12 @@ from pathlib import Path
 from uuid import uuid4
 
 from ...runtime.api.face import (
-    SAME,
-    Answers,
-    ClusterFailed,
     Counts,
     ErrorCode,
     Fallback,
     FallbackPolicy,
     JobFacts,
     JobSession,
-    Journal,
     KeyOffsets,
     LeasedRow,
     LoadOrder,
@@ -35,22 +31,17 @@ from ...runtime.api.face import (
     PlanResult,
     Row,
     RowFailure,
-    RowFeed,
     RowSource,
     Running,
     RunSummary,
     Seconds,
-    SettingError,
     TierLedger,
     WorkerRun,
-    Workload,
     WorkReport,
-    failed_row,
+    errors,
     merge_summaries,
-    of_the_dead,
+    same_everywhere,
     stage,
-    sum_metrics,
-    with_sequences,
 )
 from .leases import LeaseTable
 from .workers import Slot, Workers, open_workers
@@ -82,7 +73,7 @@ def open_cluster(measured: Measured) -> Iterator[Cluster]:
     """The cluster that the request of a job names. Raises ClusterFailed, MissingExtra, SettingError."""
     request = measured.checked.request
     if request.plan is not None:
-        raise SettingError("--plan is for one machine; the workers of a cluster plan for themselves")
+        raise errors.SettingError("--plan is for one machine; the workers of a cluster plan for themselves")
     assert request.cluster is not None
     address, wanted = request.cluster.address, request.cluster.workers
     # A folder has the same path on every machine; workers run elsewhere.
@@ -111,9 +102,9 @@ class Cluster:
         """Tokens of the longest sequence that every worker has memory for; None before the first job."""
         return None if self.chosen is None else min(self.chosen.plan.kv_tokens, self.chosen.request.workload.longest)
 
-    def plan(self, measured: Measured, expected: Workload | None = None) -> Planned:
+    def plan(self, measured: Measured) -> Planned:
         """The job begins, as `Measured.plan` begins one here. Raises ClusterFailed, JobMismatch."""
-        checked, workload = measured.checked, expected or measured.size.shape()
+        checked, workload = measured.checked, measured.size.shape()
         if self.chosen is None or workload.longest > (self.longest or 0):
             self._forget_plan()
             request = checked.request
@@ -197,7 +188,7 @@ class Cluster:
         self._forget(slot, crashed)
         self._crashes += crashed
         if self._crashes >= _MOST_CRASHES:
-            raise ClusterFailed(
+            raise errors.ClusterFailed(
                 f"{self._crashes} workers crashed one after the other, and no row was answered in between; "
                 "the logs of Ray's workers say more. Start the same command again when it is mended"
             )
@@ -209,7 +200,7 @@ class Cluster:
         self.left_out.append(LeftOut("workers", left + 1, left, f"{name}: {message}"))
         if not left:
             causes = "; ".join(each.cause for each in self.left_out)
-            raise ClusterFailed(f"no worker of the cluster can take part: {causes}")
+            raise errors.ClusterFailed(f"no worker of the cluster can take part: {causes}")
 
     def answered(self) -> None:
         """A row has its answer: the workers are not all doomed."""
@@ -227,7 +218,7 @@ class Cluster:
             slot.loaded = None
 
     def _facts(self, measured: Measured) -> Mapping[str, object]:
-        return {name: measured.checked.claim.facts[name] for name in SAME}
+        return same_everywhere(measured.checked.claim.facts)
 
 
 class ClusterJob:
@@ -241,9 +232,8 @@ class ClusterJob:
         self.expert_use = None
         self._cluster = cluster
         self._policy = FallbackPolicy(planned.plan, planned.chosen.request)
-        claim, tokenizer = planned.session.claim, planned.measured.tokenizer
+        claim = planned.session.claim
         self._facts = JobFacts(uuid4().hex, claim.model_name, claim.created)
-        self._answers = Answers(claim.model_name, int(claim.created.timestamp()), tokenizer.token_text)
         self._leases = LeaseTable()
         self._rows: dict[int, LeasedRow] = {}
         self._last = False
@@ -260,7 +250,7 @@ class ClusterJob:
 
     @property
     def metrics(self) -> Metrics:
-        return sum_metrics((each.metrics for each in self._reports.values()), sequences=False)
+        return Metrics.summed((each.metrics for each in self._reports.values()), sequences=False)
 
     @property
     def num_workers(self) -> int | None:
@@ -279,9 +269,8 @@ class ClusterJob:
     def loss(self) -> Mapping[str, float]:
         return self._cluster.loss
 
-    def run(self, feed: RowFeed | None = None) -> Running:
-        """`feed` appends rows to the input while the job runs."""
-        return Running(self, feed)
+    def run(self) -> Running:
+        return Running(self)
 
     def passes(self, session: JobSession, rows: RowSource) -> Generator[None]:
         """Ends when every row of the source has its answer in the journal; a cluster without workers is waited for."""
@@ -312,20 +301,16 @@ class ClusterJob:
             if self._leases.commit(row):
                 leased = self._rows.pop(row)
                 failure = leased.row.failure(ErrorCode.WORKER_CRASHED, f"{suspicion}; it is not run again")
-                self._journal.done(failed_row(failure, self._answers, leased.digest))
+                self.planned.fail(failure, leased.digest)
         if (summary := self._summaries.get(slot.number)) is not None:
-            self._summaries[slot.number] = of_the_dead(summary)
+            self._summaries[slot.number] = summary.without_memory()
 
     def summary(self, counts: Counts, seconds: Seconds) -> RunSummary:
-        metrics = sum_metrics((each.metrics for each in self._reports.values()), sequences=True)
+        metrics = Metrics.summed((each.metrics for each in self._reports.values()), sequences=True)
         found = merge_summaries(list(self._summaries.values()), metrics, counts, seconds)
         found.fallbacks = [*self.policy.applied, *found.fallbacks]
         found.workers = list(self._runs.values())
         return found
-
-    @property
-    def _journal(self) -> Journal:
-        return self.planned.session.journal
 
     def _capacity(self, slot: Slot) -> int:
         """Rows that a worker may have; before its first report, as many as the plan of the job lets run."""
@@ -344,7 +329,7 @@ class ClusterJob:
     def _add(self, row: Row | RowFailure, rows: RowSource) -> None:
         digest = rows.digest(row.index)
         if isinstance(row, RowFailure):
-            self._journal.done(failed_row(row, self._answers, digest))
+            self.planned.fail(row, digest)
             return
         token_ids = self.planned.measured.spool.token_ids(row.index)
         self._rows[row.index] = LeasedRow(row, token_ids, digest, rows.partial(row.index))
@@ -358,13 +343,13 @@ class ClusterJob:
             row for row in report.unchanged if self._leases.commit(row, number)
         ]:
             del self._rows[row]
-        self._journal.done(*answers)
+        self.planned.session.journal.done(*answers)
         if answers:
             self._cluster.answered()
         run.rows += len(answers)
         run.generated_tokens = report.metrics.generated_tokens
         if (before := self._reports.get(number)) is not None:
-            report.metrics = with_sequences(before.metrics, report.metrics)
+            report.metrics = report.metrics.behind(before.metrics)
             self._note_fallbacks(slot.info.name, report.fallbacks[len(before.fallbacks) :])
         else:
             self._note_fallbacks(slot.info.name, report.fallbacks)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Unpack
 import typer
 
 from ...cli.face import command, say_device
-from ...runtime.api.face import ExitCode, Option, StoreFolder, counted
+from ...runtime.api.face import ExitCode, counted, option, options
 
 if TYPE_CHECKING:
     from .examination import Examination
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
-class DoctorCommand(StoreFolder, total=False):
+class DoctorCommand(options.StoreFolder, total=False):
     """The options of `moedge doctor`."""
 
-    quick: Annotated[bool, Option("Only look; measure and try nothing.", False, common=True)]
+    quick: Annotated[bool, option.Option("Only look; measure and try nothing.", False, common=True)]
     as_json: Annotated[
         bool,
-        Option(
-            "Print the machine profile and the findings as JSON: docs/doctor.md.",
+        option.Option(
+            "Print the machine profile and the findings as JSON: docs/reference.md.",
             False,
             flags=("--json",),
             common=True,

@@ -53,7 +53,7 @@ class Examination:
         return sum(finding.verdict is verdict for finding in self.findings)
 
     def as_json(self) -> dict[str, Any]:
-        """A profile file with this machine, its findings and its free memory and disk now: docs/doctor.md."""
+        """A profile file with this machine, its findings and its free memory and disk now: docs/reference.md."""
         return {
             "schema": SCHEMA,
             "machines": [] if self.machine is None else [self.machine.to_json()],

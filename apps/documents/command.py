@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Unpack
 import typer
 
 from ...cli.face import MODEL, ViewOptions, command, say, say_device
-from ...runtime.api.face import DocumentJobOptions, ExitCode, Option, Takes
+from ...runtime.api.face import ExitCode, option, options
 
 if TYPE_CHECKING:
     from .question import Question
@@ -20,23 +20,25 @@ if TYPE_CHECKING:
 FOLDER = Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder with the documents.")]
 
 
-class DocsCommand(DocumentJobOptions, ViewOptions, total=False):
+class DocsCommand(options.DocumentJobOptions, ViewOptions, total=False):
     """The options of `moedge docs`."""
 
     output: Annotated[
         Path,
-        Option(
+        option.Option(
             "File for the answers: .jsonl, .csv or .parquet, a row per document.",
             ...,
             flags=("--output", "-o"),
-            takes=Takes.OUTPUT,
+            takes=option.Takes.OUTPUT,
             common=True,
         ),
     ]
     yes: Annotated[
-        bool, Option("After --try, answer the whole folder without a question.", False, flags=("--yes", "-y"))
+        bool, option.Option("After --try, answer the whole folder without a question.", False, flags=("--yes", "-y"))
     ]
-    print_prompt: Annotated[bool, Option("Print the prompts and the schema, to edit them, and do nothing.", False)]
+    print_prompt: Annotated[
+        bool, option.Option("Print the prompts and the schema, to edit them, and do nothing.", False)
+    ]
 
 
 @command(DocsCommand)

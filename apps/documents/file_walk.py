@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import overload
 
-from ...runtime.api.face import InputUnreadable
+from ...runtime.api.face import errors
 
 
 class Skipped(StrEnum):
@@ -82,7 +82,7 @@ def find_files(
     """
     root = Path(folder)
     if not root.is_dir():
-        raise InputUnreadable(f"{root} is not a folder; give the folder that holds the documents")
+        raise errors.InputUnreadable(f"{root} is not a folder; give the folder that holds the documents")
     yield from _walk(root, os.path.realpath(root), "", include, exclude)
 
 
@@ -93,7 +93,7 @@ def _walk(
         entries = sorted(os.scandir(root / below), key=lambda entry: os.fsencode(entry.name))
     except OSError as error:
         if not below:
-            raise InputUnreadable(f"{root} cannot be listed: {error.strerror}") from None
+            raise errors.InputUnreadable(f"{root} cannot be listed: {error.strerror}") from None
         yield FoundFile(below, Skipped.UNREADABLE_FOLDER)
         return
     for entry in entries:

@@ -9,20 +9,17 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from heapq import nsmallest
-from itertools import chain
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any, Self
 
 from ...runtime.api.face import (
     AtomicFile,
-    InputRefused,
     InvalidRow,
     OutputPaths,
+    errors,
     file_sha256,
     is_table,
     schema_fields,
@@ -30,14 +27,14 @@ from ...runtime.api.face import (
     write_table,
 )
 from .document import Document, UnreadDocument
-from .feed import READ_FIRST, AskedRow, Expected, Reading
+from .expected import AskedRow, Expected
 from .file_walk import FoundFile, FoundFiles, Skipped, find_files
 from .iterate import read_as_completed
 from .merging import Merger, Missing, PromptTokens
 from .question import Long, Prompts, document_facts
 from .readers.read import refuse_missing_readers
 from .request import DocumentPaths, DocumentsRequest, refuse_foreign
-from .rounds import Answers, Entry, EntryLog, IndexedEntries, Round, Rounds, read_entries, row_id
+from .rounds import Answers, Entry, EntryLog, IndexedEntries, Round, Rounds, RowLines, read_entries, row_id
 from .schemas import KeyedLists
 from .splitting import Chunk, split
 from .table import DocumentTable, Mirror, Totals
@@ -50,8 +47,6 @@ if TYPE_CHECKING:
 MAX_CHUNK_TOKENS = 32_768
 # Tokens that may appear where a text meets the prompt around it.
 _SEAM_TOKENS = 8
-# What a prompt is taken to have beside the text, until longer ones are known.
-_AROUND_TOKENS = 1024
 
 
 @dataclass(slots=True)
@@ -115,7 +110,7 @@ class Listed:
         found = find_files(folder, include=request.include, exclude=request.exclude)
         files = report.found(each for each in found if not _is_own(outputs, folder, each))
         if not report.num_files:
-            raise InputRefused(f"{folder} has no file to read; {report.skipped.total():,} were skipped")
+            raise errors.InputRefused(f"{folder} has no file to read; {report.skipped.total():,} were skipped")
         if request.reading.reader is None:
             refuse_missing_readers(report.suffixes)
         return cls(files, report)
@@ -144,10 +139,7 @@ class DocumentJob:
         self.rounds = Rounds(paths.rounds)
         self.report = listed.report
         self.totals = Totals()
-        self._log: EntryLog | None = None
-        self._before: IndexedEntries | None = None
         self._files = listed.files
-        self._files_read: Sequence[FoundFile] = ()
         self._expected: Expected | None = None
 
     @property
@@ -171,70 +163,54 @@ class DocumentJob:
         tokens = expected.tokens + expected.rows * generated / rows
         return WholeFolder(round(expected.rows), round(tokens), seconds * tokens / (prompt + generated))
 
-    @contextmanager
-    def reading(self, files: Sequence[FoundFile], longest: int | None = None) -> Iterator[Reading]:
-        """Reads and splits the files while it is open, and appends the rows that have no answer yet to a round.
+    def read(self, progress: Callable[[int, int], None]) -> list[Round]:
+        """Reads and splits every file; then gives the rounds to be answered: those that an earlier run left, and the
+        rows that are in none.
 
-        Prompts of more than `longest` tokens are left for a later one. Call `count` or `keep_read` behind it.
+        A reading that ends early is begun again by the next run, with what it read in the cache of texts.
         """
-        self._forget()
-        if self._before is None:
-            self._before = IndexedEntries(self.index)
-        self._files_read = files
-        self._log = EntryLog(self._paths.outputs.job, len(files))
-        reading = Reading(self.rounds, self.rounds.answers(), files, self._log, longest)
-        with reading.running(partial(self._read, files), self._split):
-            yield reading
-        self._expected = reading.expected
-
-    def count(self) -> None:
-        """Publishes what was read as the index, and counts what is new since the one before."""
-        assert self._log is not None
-        assert self._before is not None
-        index, before, report = AtomicFile(self.index), self._before, self.report
-        report.new = report.changed = report.split = 0
-        report.unread.clear()
+        files, before = self.files, IndexedEntries(self.index)
+        log = EntryLog(self._paths.outputs.job, len(files))
         try:
-            for line in self._log.lines():
-                index.write(line)
-            index.publish()
+            self.rounds.add(self._unasked(files, log, progress))
+            index = AtomicFile(self.index)
+            try:
+                for line in log.lines():
+                    index.write(line)
+                index.publish()
+            finally:
+                index.discard()
+            self._count(before)
         finally:
-            index.discard()
-        self._so_far.unlink(missing_ok=True)
-        known = 0
-        for entry in self._log.entries():
+            log.close()
+            before.close()
+        return [each for each in self.rounds.all if not each.finished]
+
+    def _unasked(
+        self, files: Sequence[FoundFile], log: EntryLog, progress: Callable[[int, int], None]
+    ) -> Iterator[dict[str, Any]]:
+        """The rows of all files that have no answer and are in no round."""
+        asked = RowLines(path for each in self.rounds.all for path in (each.files if each.finished else [each.rows]))
+        self._expected = Expected.of(files)
+        for done, (number, found) in enumerate(self._read(files), 1):
+            entry, rows = self._split(found)
+            log.add(number, entry)
+            self._expected.add(files[number], rows)
+            progress(done, len(files))
+            yield from ({"id": each.row_id, "prompt": each.prompt} for each in rows if each.row_id not in asked)
+
+    def _count(self, before: IndexedEntries) -> None:
+        """Counts what is new since the index before."""
+        report, known = self.report, 0
+        for entry in self._indexed():
             digest = before.sha256(entry.source)
             known += digest is not None
-            self._count(entry, digest)
+            report.new += digest is None
+            report.changed += digest is not None and digest != entry.sha256
+            report.split += len(entry.chunks) > 1
+            if entry.error is not None:
+                report.unread[entry.error["code"]] += 1
         report.removed = len(before) - known
-        self._forget()
-
-    def keep_read(self) -> None:
-        """Notes what a reading that ended early has read; files that it did not get to are as they were before."""
-        assert self._log is not None
-        index, before = AtomicFile(self._so_far), IndexedEntries(self._newest_index)
-        try:
-            for line, found in zip(self._log.by_number(), self._files_read, strict=True):
-                if known := line or before.get(found.name):
-                    index.write(known)
-            index.publish()
-        finally:
-            index.discard()
-            before.close()
-        self._forget()
-
-    def close(self) -> None:
-        """Forgets what was read, and what was known before."""
-        self._forget()
-        if self._before is not None:
-            self._before.close()
-        self._before = None
-
-    def _forget(self) -> None:
-        """What was read: it is in the index, or was read in vain, because a reading failed."""
-        if self._log is not None:
-            self._log.close()
-        self._log = None
 
     def merge(self) -> Round | None:
         """The round of merges that the answers so far allow; None where every document has its answer."""
@@ -296,8 +272,6 @@ class DocumentJob:
             for row in rows:
                 self.totals.add(row, names)
                 yield row
-        self.totals.unread = len(self._files_read) - self.totals.documents - self.totals.pending
-        self.totals.pending += self.totals.unread
 
     def _mirror(self) -> Mirror | None:
         if self._request.mirror is None:
@@ -305,36 +279,14 @@ class DocumentJob:
         sources = (each.source for each in self._indexed() if each.error is None)
         return Mirror(self._request.mirror, self._paths.mirrored, sources)
 
-    def _read(self, files: Sequence[FoundFile], stop: Event) -> Iterator[tuple[int, Document | UnreadDocument]]:
-        """Some of all types and sizes first: what is expected of the others comes of them."""
-        request, cache = self._request, self._request.cache or self._paths.texts
-        first = {each.path for each in spread(files, READ_FIRST)}
-        numbered = chain(
-            (each for each in enumerate(files) if each[1].path in first),
-            (each for each in enumerate(files) if each[1].path not in first),
-        )
-        folder = Path(request.batch.input)
-        return read_as_completed(folder, numbered, request.reading, cache, request.workers, stop)
+    def _read(self, files: Sequence[FoundFile]) -> Iterator[tuple[int, Document | UnreadDocument]]:
+        request, folder = self._request, Path(self._request.batch.input)
+        cache = request.cache or self._paths.texts
+        return read_as_completed(folder, enumerate(files), request.reading, cache, request.workers, Event())
 
     def _indexed(self) -> Iterator[Entry]:
-        """The entries of the documents that were read: now, or when the folder was read last."""
-        return read_entries(self._newest_index) if self._log is None else self._log.entries()
-
-    @property
-    def _so_far(self) -> Path:
-        """The documents that a reading knew which ended early."""
-        return self.index.with_suffix(".so_far")
-
-    @property
-    def _newest_index(self) -> Path:
-        return self._so_far if self._so_far.exists() else self.index
-
-    def _count(self, entry: Entry, digest: str | None) -> None:
-        self.report.new += digest is None
-        self.report.changed += digest is not None and digest != entry.sha256
-        self.report.split += len(entry.chunks) > 1
-        if entry.error is not None:
-            self.report.unread[entry.error["code"]] += 1
+        """The entries of the documents that were read."""
+        return read_entries(self.index)
 
     def _split(self, found: Document | UnreadDocument) -> tuple[Entry, list[AskedRow]]:
         """The entry of a document, and the rows that ask about its chunks."""
@@ -359,12 +311,6 @@ class DocumentJob:
     def _refused(self, found: Document, code: str, message: str) -> Entry:
         facts = document_facts(found)
         return Entry(found.source, found.sha256, facts, error={"code": code, "message": message})
-
-    def longest_prompt(self, longest: int) -> int:
-        """The most tokens that a prompt may come to, where `longest` is that of the prompts so far."""
-        question = self._question
-        usual = (question.chunk_tokens or MAX_CHUNK_TOKENS) + _AROUND_TOKENS
-        return self._tokens.limit if longest > usual else min(self._tokens.limit, usual)
 
     def _chunks(self, document: Document) -> Iterator[Chunk]:
         """Raises ValueError where the prompt leaves no tokens for the text."""

@@ -9,7 +9,7 @@ from enum import StrEnum
 from hashlib import sha256
 from typing import Any, cast
 
-from ...runtime.api.face import SettingError, Template, text_or_file
+from ...runtime.api.face import Template, errors, text_or_file
 from .document import Document
 from .schemas import find_schema, without_own
 from .splitting import Chunk
@@ -68,11 +68,11 @@ def make_question(options: Mapping[str, Any]) -> Question:
     text = "" if given is None else text_or_file(str(given), "--prompt")
     schema = find_schema(options.get("schema"), options.get("fields"))
     if task is None and not text.strip():
-        raise SettingError("nothing is asked: give --prompt TEXT|FILE, or --task summarize")
+        raise errors.SettingError("nothing is asked: give --prompt TEXT|FILE, or --task summarize")
     if task in NEEDS_PROMPT and not text.strip():
-        raise SettingError(f"--task {task} needs {NEEDS_PROMPT[task]} in --prompt")
+        raise errors.SettingError(f"--task {task} needs {NEEDS_PROMPT[task]} in --prompt")
     if task in NEEDS_SCHEMA and schema is None:
-        raise SettingError(f"--task {task} needs --fields or --schema: what is to be found")
+        raise errors.SettingError(f"--task {task} needs --fields or --schema: what is to be found")
     system = options.get("system")
     question = Question(
         prompt=with_document(text) if task is None else TASKS[task],
@@ -95,11 +95,11 @@ def with_document(prompt: str) -> str:
 
 def _check(question: Question) -> None:
     if unknown := Template(question.prompt, "--prompt").fields - NAMES:
-        raise SettingError(f"--prompt uses {', '.join(sorted(unknown))}; known are {', '.join(sorted(NAMES))}")
+        raise errors.SettingError(f"--prompt uses {', '.join(sorted(unknown))}; known are {', '.join(sorted(NAMES))}")
     if unknown := Template(question.merge, "--merge-prompt").fields - {"request", "text", "path", "front_matter"}:
-        raise SettingError(f"--merge-prompt uses {', '.join(sorted(unknown))}; known are request, text, path")
+        raise errors.SettingError(f"--merge-prompt uses {', '.join(sorted(unknown))}; known are request, text, path")
     if question.system is not None and Template(question.system, "--system").fields:
-        raise SettingError("--system uses fields; put them into --prompt: all rows share the system message")
+        raise errors.SettingError("--system uses fields; put them into --prompt: all rows share the system message")
 
 
 class Prompts:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, BinaryIO
 
-from ...runtime.api.face import Child, SettingError, pack, unpack
+from ...runtime.api.face import Child, errors, pack, unpack
 from .readers.content import WAITING, Content, ReadCode, ReadFailure
 
 # Files that one process reads: whatever a parser leaks goes with the process.
@@ -131,7 +131,7 @@ class ReaderProcess:
         try:
             return self._start()
         except (EOFError, OSError) as error:
-            raise SettingError(
+            raise errors.SettingError(
                 "the process that reads documents did not start, tried twice "
                 f"({error or 'it ended at once'}); run `{' '.join(_COMMAND)} < /dev/null` to see why"
             ) from error
@@ -152,5 +152,5 @@ class ReaderProcess:
             raise
         if "error" in answer:
             child.kill()
-            raise SettingError(f"--reader {answer['error']}; give module:function, importable from this folder")
+            raise errors.SettingError(f"--reader {answer['error']}; give module:function, importable from this folder")
         return child

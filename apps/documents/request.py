@@ -9,7 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from ...runtime.api.face import BatchRequest, JobFolder, JobMismatch, OutputExists, OutputPaths, write_atomically
+from ...runtime.api.face import BatchRequest, JobFolder, OutputPaths, errors, write_atomically
 from .question import Question
 from .reader_process import ReadOptions
 
@@ -104,7 +104,7 @@ def settle_question(paths: DocumentPaths, request: DocumentsRequest) -> None:
     A question that has no answer yet, or was only tried, may be replaced by another.
     """
     if paths.folder.begun:
-        raise JobMismatch(f"{paths.outputs.job} belongs to a job of `moedge batch`; choose another output name")
+        raise errors.JobMismatch(f"{paths.outputs.job} belongs to a job of `moedge batch`; choose another output name")
     if not paths.published.exists():
         paths.outputs.refuse_existing()
     if request.sample is not None:
@@ -113,7 +113,7 @@ def settle_question(paths: DocumentPaths, request: DocumentsRequest) -> None:
     facts = request.facts
     different = [name for name in facts if recorded.get(name) != facts[name]]
     if recorded and different and _answered(paths, recorded):
-        raise JobMismatch(
+        raise errors.JobMismatch(
             f"{paths.outputs.out} was made with another question: {', '.join(different)} differ. Use the old one, or "
             f"another -o with --cache {paths.texts}, which reads no file again, or start over: "
             f"rm -r {paths.outputs.job} {paths.outputs.out}"
@@ -133,7 +133,7 @@ def refuse_foreign(paths: DocumentPaths, hashes: dict[str, str | None]) -> None:
     known = json.loads(paths.published.read_bytes()) if paths.published.exists() else {}
     for name, path in (("out", paths.outputs.out), ("errors", paths.outputs.errors)):
         if hashes[name] is not None and hashes[name] not in known.get(name, []):
-            raise OutputExists(
+            raise errors.OutputExists(
                 f"{path} exists and is not what this job wrote; move it away, then start the same command again. "
                 "No answer is lost"
             )

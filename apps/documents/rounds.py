@@ -8,7 +8,9 @@ number. An index has an entry for each document.
 from __future__ import annotations
 
 import json
+import sqlite3
 import tempfile
+import weakref
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -126,59 +128,35 @@ class Rounds:
 
 
 class LineOffsets:
-    """Where lines begin, by a name that each of them has: 24 to 48 bytes of memory a line.
+    """Where lines begin, by a name that each of them has; of two with one name, the later one.
 
-    Names are not kept, only hashes of them: `find` gives the lines that may have a name, for the caller to compare.
-    A hash table with linear probing (Knuth, The Art of Computer Programming 3, 6.4, algorithm L).
+    They are in a private database, which SQLite keeps on disk but for a cache, and removes when it is closed.
     """
 
-    def __init__(self) -> None:
-        self._hashes, self._begins = _slots(_FEWEST_SLOTS), _slots(_FEWEST_SLOTS)
-        self._count = 0
+    def __init__(self, lines: Iterable[tuple[str, int]]) -> None:
+        self._lines = sqlite3.connect("", check_same_thread=False)
+        weakref.finalize(self, self._lines.close)
+        self._lines.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
+        self._lines.execute("PRAGMA journal_mode = OFF")
+        self._lines.execute("CREATE TABLE lines (name BLOB PRIMARY KEY, begin INTEGER) WITHOUT ROWID")
+        found = ((_key(name), begin) for name, begin in lines)
+        self._lines.executemany("INSERT OR REPLACE INTO lines VALUES (?, ?)", found)
+        self._lines.commit()
 
     def __len__(self) -> int:
-        return self._count
+        return int(self._lines.execute("SELECT count(*) FROM lines").fetchone()[0])
 
-    def add(self, name: str, begin: int) -> None:
-        if 3 * self._count >= 2 * len(self._hashes):
-            self._grow()
-        self._put(_hash(name), begin + 1)
-        self._count += 1
-
-    def find(self, name: str) -> list[int]:
-        """Of lines that were added with the same name, the last one first."""
-        hashed, found = _hash(name), []
-        at = hashed % len(self._hashes)
-        while begin := self._begins[at]:
-            if self._hashes[at] == hashed:
-                found.append(begin - 1)
-            at = (at + 1) % len(self._hashes)
-        return sorted(found, reverse=True)
-
-    def _put(self, hashed: int, begin: int) -> None:
-        at = hashed % len(self._hashes)
-        # One more than where a line begins: 0 is a slot without one.
-        while self._begins[at]:
-            at = (at + 1) % len(self._hashes)
-        self._hashes[at], self._begins[at] = hashed, begin
-
-    def _grow(self) -> None:
-        before = zip(self._hashes, self._begins, strict=True)
-        self._hashes, self._begins = _slots(2 * len(self._hashes)), _slots(2 * len(self._begins))
-        for hashed, begin in before:
-            if begin:
-                self._put(hashed, begin)
+    def find(self, name: str) -> int | None:
+        found = self._lines.execute("SELECT begin FROM lines WHERE name = ?", (_key(name),)).fetchone()
+        return None if found is None else int(found[0])
 
 
-_FEWEST_SLOTS = 64
+_CACHE_KIB = 4096
 
 
-def _slots(count: int) -> array[int]:
-    return array("Q", bytes(8 * count))
-
-
-def _hash(name: str) -> int:
-    return hash(name) & (1 << 64) - 1
+def _key(name: str) -> bytes:
+    """Names of files may hold bytes that are no text."""
+    return name.encode("utf-8", "surrogatepass")
 
 
 # A line of a file: which file, then the byte.
@@ -190,28 +168,26 @@ class RowLines:
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self._paths = [path for path in paths if path.exists()]
-        self._offsets = LineOffsets()
-        for number, path in enumerate(self._paths):
-            self._index(number, path)
+        self._offsets = LineOffsets(self._lines())
 
     def __contains__(self, row_id: str) -> bool:
-        return self._find(row_id) is not None
+        return self._offsets.find(row_id) is not None
 
     def _find(self, row_id: str) -> Mapping[str, Any] | None:
-        for found in self._offsets.find(row_id):
-            with self._paths[found >> _OFFSET_BITS].open("rb") as file:
-                file.seek(found & (1 << _OFFSET_BITS) - 1)
-                row: Mapping[str, Any] = json.loads(file.readline())
-            if row["id"] == row_id:
-                return row
-        return None
+        if (found := self._offsets.find(row_id)) is None:
+            return None
+        with self._paths[found >> _OFFSET_BITS].open("rb") as file:
+            file.seek(found & (1 << _OFFSET_BITS) - 1)
+            row: Mapping[str, Any] = json.loads(file.readline())
+        return row
 
-    def _index(self, number: int, path: Path) -> None:
-        begin = number << _OFFSET_BITS
-        with path.open("rb") as file:
-            for line in file:
-                self._offsets.add(json.loads(line)["id"], begin)
-                begin += len(line)
+    def _lines(self) -> Iterator[tuple[str, int]]:
+        for number, path in enumerate(self._paths):
+            begin = number << _OFFSET_BITS
+            with path.open("rb") as file:
+                for line in file:
+                    yield json.loads(line)["id"], begin
+                    begin += len(line)
 
 
 class Answers(RowLines):
@@ -284,23 +260,23 @@ class IndexedEntries:
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb") if path.exists() else None
-        self._offsets = LineOffsets()
-        begin = 0
-        for line in self._file or ():
-            self._offsets.add(json.loads(line)["source"], begin)
-            begin += len(line)
+        self._offsets = LineOffsets(self._lines())
 
     def __len__(self) -> int:
         return len(self._offsets)
 
     def get(self, source: str) -> bytes | None:
-        for begin in self._offsets.find(source):
-            assert self._file is not None
-            self._file.seek(begin)
-            line = self._file.readline()
-            if json.loads(line)["source"] == source:
-                return line
-        return None
+        begin = self._offsets.find(source)
+        if begin is None or self._file is None:
+            return None
+        self._file.seek(begin)
+        return self._file.readline()
+
+    def _lines(self) -> Iterator[tuple[str, int]]:
+        begin = 0
+        for line in self._file or ():
+            yield json.loads(line)["source"], begin
+            begin += len(line)
 
     def sha256(self, source: str) -> str | None:
         """The hash of the file; "" for one that could not be read, None for one that was not there."""

@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ...runtime.api.face import InputUnreadable, SchemaError, SettingError, compile_schema, read_schema
+from ...runtime.api.face import SchemaError, compile_schema, errors, read_schema
 
 _MODEL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _NAME = re.compile(r"[A-Za-z_]\w*")
@@ -30,7 +30,7 @@ def find_schema(schema: str | None, fields: str | None) -> str | None:
     Raises SettingError, InputUnreadable, MissingExtra.
     """
     if schema is not None and fields is not None:
-        raise SettingError("--schema and --fields are both given; keep one of them")
+        raise errors.SettingError("--schema and --fields are both given; keep one of them")
     if fields is not None:
         found = json.dumps(fields_schema(fields), separators=(",", ":"))
     elif schema is None:
@@ -42,7 +42,7 @@ def find_schema(schema: str | None, fields: str | None) -> str | None:
     try:
         compile_schema(json.dumps(without_own(json.loads(found))))
     except SchemaError as error:
-        raise SettingError(f"{'--schema' if fields is None else '--fields'} is refused: {error}") from None
+        raise errors.SettingError(f"{'--schema' if fields is None else '--fields'} is refused: {error}") from None
     return found
 
 
@@ -55,10 +55,10 @@ def fields_schema(fields: str) -> dict[str, Any]:
     for each in filter(None, map(str.strip, fields.split(","))):
         name, _, kind = (part.strip() for part in each.partition(":"))
         if not _NAME.fullmatch(name) or name in properties:
-            raise SettingError(f"--fields: {each!a} is not a name, or a name twice; give NAME or NAME: TYPE")
+            raise errors.SettingError(f"--fields: {each!a} is not a name, or a name twice; give NAME or NAME: TYPE")
         properties[name] = _type(kind or "text", each)
     if not properties:
-        raise SettingError("--fields names no field; give some, such as 'title, date: date, amount: number'")
+        raise errors.SettingError("--fields names no field; give some, such as 'title, date: date, amount: number'")
     return {
         "type": "object",
         "properties": properties,
@@ -71,7 +71,7 @@ def _type(kind: str, field: str) -> dict[str, Any]:
     if "|" in kind:
         return {"enum": [choice.strip() for choice in kind.split("|")]}
     if kind not in _TYPES:
-        raise SettingError(f"--fields: the type of {field!a} is not known; use {', '.join(_TYPES)}, or a|b|c")
+        raise errors.SettingError(f"--fields: the type of {field!a} is not known; use {', '.join(_TYPES)}, or a|b|c")
     own = {name: value for name, value in _TYPES[kind].items() if name.startswith("x-")}
     plain = {name: value for name, value in _TYPES[kind].items() if name not in own}
     return {"anyOf": [plain, {"type": "null"}], **own}
@@ -85,7 +85,9 @@ def _model_schema(name: str) -> Any:
     try:
         return getattr(import_module(module), model).model_json_schema()
     except (ImportError, AttributeError) as error:
-        raise InputUnreadable(f"--schema {name}: {error}; give module:Class of a pydantic model, or a file") from None
+        raise errors.InputUnreadable(
+            f"--schema {name}: {error}; give module:Class of a pydantic model, or a file"
+        ) from None
 
 
 def without_own(schema: Any) -> Any:

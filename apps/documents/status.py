@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, Self
 from ...runtime.api.face import (
     Counts,
     JobFolder,
-    JobNotFound,
     JobPhase,
     JobStatus,
     OutputPaths,
+    errors,
     is_locked,
     job_id_folders,
     openai_batch,
@@ -39,7 +39,7 @@ class DocumentsJob:
         folders = (JobFolder(each.outputs.job) for each in _rounds(path))
         rounds = tuple(JobStatus.read(folder) for folder in folders if folder.begun)
         if not rounds:
-            raise JobNotFound(f"{path}: no row of it has run yet")
+            raise errors.JobNotFound(f"{path}: no row of it has run yet")
         return cls(path, rounds)
 
     @cached_property

@@ -12,7 +12,7 @@ from heapq import nsmallest
 from pathlib import Path
 from typing import Any
 
-from ...runtime.api.face import CONTINUE_CUT, ErrorCode, OutputExists, own_name, with_own, write_atomically
+from ...runtime.api.face import CONTINUE_CUT, ErrorCode, errors, own_name, with_own, write_atomically
 from .document import Document
 from .merging import Failed, Merged, Merger
 from .question import Long, Question
@@ -31,7 +31,7 @@ _TOKENS = ("prompt_tokens", "completion_tokens")
 class Totals:
     """What the rows of the output come to: rows with an answer, errors by code, and how full fields are.
 
-    `documents` have all of their rows, `pending` ones lack some, `unread` of them because they were not read yet. `cut`
+    `documents` have all of their rows, `pending` ones lack some. `cut`
     rows reached max_tokens, answered or not. `filled` has every field of a schema, `lacking` the first rows without it.
     `shortest` are (characters, id) of the shortest answers; `quotes` are those found in their text, and all.
     """
@@ -40,7 +40,6 @@ class Totals:
     answered: int = 0
     failed: Counter[str] = field(default_factory=Counter)
     pending: int = 0
-    unread: int = 0
     cut: int = 0
     finish_reasons: Counter[str] = field(default_factory=Counter)
     filled: Counter[str] = field(default_factory=Counter)
@@ -224,7 +223,9 @@ class Mirror:
             self._now.add(self._name)
             return
         if os.path.lexists(path) and self._name not in self._own:
-            raise OutputExists(f"{path} exists and is not what this job wrote; move it away, or mirror elsewhere")
+            raise errors.OutputExists(
+                f"{path} exists and is not what this job wrote; move it away, or mirror elsewhere"
+            )
         self._claim({self._name})
         self._now.add(self._name)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -21,8 +21,6 @@ from .table import may_change
 if TYPE_CHECKING:
     from ...runtime.api.face import Running
 
-# Seconds; a shorter wait for rows tells nobody anything.
-_LEAST_WAIT = 1.0
 # Seconds between two lines while a folder is read.
 _EVERY_SECONDS = 10.0
 _MOST_KINDS = 8
@@ -62,8 +60,6 @@ class DocumentsView(JobView, DocumentsObserver):
             if each.summary.passes.count is not None:
                 self._console.print(summary_table(each.summary, self._verbose))
                 self._say(f"prefix cache: {prefix_cache(each.summary)}")
-                if line := waited_line(each.summary.stalls.rows):
-                    self._say(line)
         if ended.sample:
             self._say_sample(request, ended, seconds)
         return self._outcome(request, ended)
@@ -148,15 +144,12 @@ class DocumentsView(JobView, DocumentsObserver):
         return ExitCode.SOME_ROWS_FAILED if totals.num_failed else ExitCode.OK
 
     def _early(self, ended: DocumentsEnded, reason: str) -> ExitCode:
-        """Counts every document: with its rows, without an answer, not read."""
+        """Counts every document: with its rows, or without an answer."""
         totals, requested = ended.totals, self._signals.requested
         why = "Interrupted" if requested is not None else f"Stopped ({reason})"
         done_of = f"{totals.documents:,} of {counted(totals.documents + totals.pending, 'document')} done"
         where = "" if ended.sample else f" ({ended.paths.partial})"
-        self._say(
-            f"{why}: {done_of}{where}; {totals.pending - totals.unread:,} without an answer, "
-            f"{totals.unread:,} not read yet."
-        )
+        self._say(f"{why}: {done_of}{where}; {totals.pending:,} without an answer.")
         self._say(_AGAIN)
         job_id = ended.rounds[0].session.job_id if ended.rounds else None
         self._events.emit("stopped", reason=reason, id=job_id, done=totals.answered + totals.num_failed)
@@ -182,11 +175,6 @@ class DocumentsView(JobView, DocumentsObserver):
             self._say(f"shortest answers, in characters: {shortest}")
         if totals.quotes:
             self._say(f"{totals.quotes_found:,} of {counted(totals.quotes, 'quote')} found in their documents")
-
-
-def waited_line(seconds: float | None) -> str:
-    """How long the engine had nothing to do because no document was read yet; empty where nobody would notice."""
-    return "" if (seconds or 0.0) < _LEAST_WAIT else f"waited {duration(seconds or 0.0)} for documents to be read"
 
 
 def _tried(request: DocumentsRequest, ended: DocumentsEnded, seconds: float) -> str:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Unpack, cast
 import typer
 
 from ...cli.face import MODEL, command, say_device
-from ...runtime.api.face import EngineOptions, LLMOptions, Option, SeedOptions, StreamingOptions, Takes
+from ...runtime.api.face import option, options
 
 # The layout of what `--json` writes (docs/schemas).
 SCHEMA = "moedge.eval/1"
@@ -30,21 +30,25 @@ INCLUDE = Annotated[
 ]
 
 
-class EvalCommand(EngineOptions, StreamingOptions, SeedOptions, total=False):
+class EvalCommand(options.EngineOptions, options.StreamingOptions, options.SeedOptions, total=False):
     """The options of `moedge eval`."""
 
-    tasks: Annotated[str, Option("Tasks or groups of lm-eval; * matches any.", ..., metavar="NAME,NAME", common=True)]
-    limit: Annotated[int | None, Option("Only the first documents of each task.", low=1, common=True)]
-    num_fewshot: Annotated[int | None, Option("Examples before each question.", low=0, common=True)]
+    tasks: Annotated[
+        str, option.Option("Tasks or groups of lm-eval; * matches any.", ..., metavar="NAME,NAME", common=True)
+    ]
+    limit: Annotated[int | None, option.Option("Only the first documents of each task.", low=1, common=True)]
+    num_fewshot: Annotated[int | None, option.Option("Examples before each question.", low=0, common=True)]
     apply_chat_template: Annotated[
-        bool, Option("Prompts go through the model's chat template, as messages.", False, common=True)
+        bool, option.Option("Prompts go through the model's chat template, as messages.", False, common=True)
     ]
     max_model_len: Annotated[
-        int | None, Option("Most tokens of a sequence; 4096 if the context allows.", low=3, common=True)
+        int | None, option.Option("Most tokens of a sequence; 4096 if the context allows.", low=3, common=True)
     ]
     as_json: Annotated[
         Path | None,
-        Option("Write lm-eval's results to this file.", flags=("--json",), takes=Takes.OWN_FILE, common=True),
+        option.Option(
+            "Write lm-eval's results to this file.", flags=("--json",), takes=option.Takes.OWN_FILE, common=True
+        ),
     ]
 
 
@@ -54,10 +58,10 @@ def evaluate(model: MODEL, include_path: INCLUDE = None, **given: Unpack[EvalCom
 
     Every request of a task runs in one batch, within the budgets. lm-eval downloads data that is not here.
     """
-    from ...runtime.api.face import MissingExtra
+    from ...runtime.api.face import errors
 
     if find_spec("lm_eval") is None:
-        raise MissingExtra("evaluation needs lm-eval", "eval")
+        raise errors.MissingExtra("evaluation needs lm-eval", "eval")
     say_device(given["gpu_mem"])
     _evaluate(model, include_path, given)
 
@@ -83,7 +87,10 @@ def _evaluate(model: str, include_path: Path | None, given: EvalCommand) -> None
             from .harness import MoedgeLM, evaluate, task_manager
 
             manager = task_manager(tasks, include_path)
-        loading = cast(LLMOptions, {name: value for name, value in given.items() if name in LLMOptions.__annotations__})
+        loading = cast(
+            options.LLMOptions,
+            {name: value for name, value in given.items() if name in options.LLMOptions.__annotations__},
+        )
         if given["limit"] is not None:
             loading["rows"] = _CHOICES * given["limit"] * len(tasks)
         with LLM(model, **loading) as llm:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from ... import LLM, RequestOutput, SamplingParams
-from ...runtime.api.face import MAX_STOP, BadArgument, LLMOptions, MissingExtra, PromptError
+from ...runtime.api.face import MAX_STOP, errors, options
 from .task_names import unknown_tasks
 
 try:
@@ -20,7 +20,7 @@ try:
     from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as error:
-    raise MissingExtra("evaluation needs lm-eval", "eval") from error
+    raise errors.MissingExtra("evaluation needs lm-eval", "eval") from error
 
 Scored = tuple[Any, list[int], list[int]]
 """What lm-eval calls a request, the token ids of its context, and those of the continuation that is scored."""
@@ -55,14 +55,14 @@ class MoedgeLM(TemplateLM):  # type: ignore[misc]
         batch_size: Any = None,
         max_batch_size: Any = None,
         device: Any = None,
-        **options: Unpack[LLMOptions],
+        **options: Unpack[options.LLMOptions],
     ) -> None:
         super().__init__()
         self.llm = pretrained if isinstance(pretrained, LLM) else LLM(pretrained, **options)
         longest = self.llm.max_model_len - _BEYOND
         self.max_length = longest if max_length is None else max_length
         if not 1 <= self.max_length <= longest:
-            raise BadArgument(
+            raise errors.BadArgument(
                 f"max_length must be from 1 to {longest:,}, two less than max_model_len; found {self.max_length:,}"
             )
         self.max_gen_toks = max_gen_toks
@@ -74,7 +74,9 @@ class MoedgeLM(TemplateLM):  # type: ignore[misc]
         special = self._tokenizer.special_token_id("eos_token")
         found = special if special is not None else next(iter(self._tokenizer.eos_token_ids), None)
         if found is None:
-            raise BadArgument("the tokenizer has no eos_token, which an empty context is replaced by; add one to it")
+            raise errors.BadArgument(
+                "the tokenizer has no eos_token, which an empty context is replaced by; add one to it"
+            )
         return found
 
     @property
@@ -96,7 +98,9 @@ class MoedgeLM(TemplateLM):  # type: ignore[misc]
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The text of a conversation, with its control tokens. Raises BadArgument for an answer that is begun."""
         if not add_generation_prompt:
-            raise BadArgument("moedge begins answers itself: use the task without gen_prefix, or no chat template")
+            raise errors.BadArgument(
+                "moedge begins answers itself: use the task without gen_prefix, or no chat template"
+            )
         return self._tokenizer.decode(self._tokenizer.encode_chat(chat_history), skip_special_tokens=False)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
@@ -140,12 +144,14 @@ class MoedgeLM(TemplateLM):  # type: ignore[misc]
         stop = [each for each in found.pop("until", []) if each]
         max_tokens, _ = found.pop("max_gen_toks"), found.pop("do_sample", None)
         if max_tokens >= self.max_length:
-            raise BadArgument(
+            raise errors.BadArgument(
                 f"max_gen_toks {max_tokens:,} leave no token of {self.max_length:,} for a prompt; lower max_gen_toks, "
                 f"or give the LLM a larger max_model_len"
             )
         if unknown := sorted(found.keys() - _SAMPLING):
-            raise BadArgument(f"generation_kwargs {', '.join(unknown)} are not known; known are {sorted(_SAMPLING)}")
+            raise errors.BadArgument(
+                f"generation_kwargs {', '.join(unknown)} are not known; known are {sorted(_SAMPLING)}"
+            )
         return SamplingParams(max_tokens=max_tokens, stop=stop[:MAX_STOP], **found), stop
 
     def _loglikelihood_tokens(
@@ -176,7 +182,7 @@ class MoedgeLM(TemplateLM):  # type: ignore[misc]
 
 def _checked(output: RequestOutput) -> RequestOutput:
     if error := output.outputs[0].error:
-        raise PromptError(error)
+        raise errors.PromptError(error)
     return output
 
 

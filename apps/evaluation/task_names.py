@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from ...runtime.api.face import BadArgument
+from ...runtime.api.face import errors
 
 # What lm-eval takes for a pattern, or for a task's file.
 _MORE_THAN_A_NAME = frozenset("*?[]/")
@@ -28,8 +28,8 @@ def refuse_unknown_tasks(tasks: Sequence[str], folder: Path | None = None) -> No
         raise unknown_tasks(list(left))
 
 
-def unknown_tasks(tasks: Sequence[str]) -> BadArgument:
-    return BadArgument(f"lm-eval has no task {', '.join(tasks)}; `lm-eval ls tasks` lists those that it has")
+def unknown_tasks(tasks: Sequence[str]) -> errors.BadArgument:
+    return errors.BadArgument(f"lm-eval has no task {', '.join(tasks)}; `lm-eval ls tasks` lists those that it has")
 
 
 def _own_folders() -> list[Path]:

@@ -14,13 +14,10 @@ from typing import Any, ClassVar, NamedTuple, Self
 from ...runtime.api.face import (
     Counts,
     JobFolder,
-    JobState,
     JobStatus,
     LoggedRun,
     OutputPaths,
     RoundsJob,
-    read_answer,
-    read_runs,
 )
 
 MOST_EXAMPLES = 3
@@ -75,7 +72,7 @@ class JobReport:
     def of_batch(cls, folder: JobFolder) -> Self:
         """Raises BadJournal, OtherVersion."""
         status = JobStatus.read(folder)
-        runs = read_runs(folder.runs)
+        runs = status.runs
         return cls(
             name=status.job_id,
             output=status.output,
@@ -86,15 +83,18 @@ class JobReport:
             counts=status.counts,
             runs=runs,
             rows_before=[0] * len(runs),
-            failures=list(_failures_of(folder, status.state)),
-            settings=_settings(status.state.opened),
+            failures=[
+                Failures(code, count, [_example(json.loads(done.line)) for done in first])
+                for code, count, first in status.failures(MOST_EXAMPLES)
+            ],
+            settings=_settings(status.state.opened) | _kernels(runs),
         )
 
     @classmethod
     def of_documents(cls, job: RoundsJob) -> Self:
         runs, before, done = list[LoggedRun](), list[int](), 0
         for each in job.rounds:
-            found = read_runs(each.folder.runs)
+            found = each.runs
             runs += found
             before += [done] * len(found)
             done += each.counts.rows
@@ -109,7 +109,9 @@ class JobReport:
             runs=runs,
             rows_before=before,
             failures=list(_failures_in(job.output)),
-            settings=_settings(job.rounds[0].state.opened) | {k: v for k, v in job.question.items() if v},
+            settings=_settings(job.rounds[0].state.opened)
+            | _kernels(runs)
+            | {k: v for k, v in job.question.items() if v},
             documents=job.summary if "totals" in job.summary else {},
         )
 
@@ -206,15 +208,15 @@ def _status(job: JobStatus | RoundsJob) -> str:
     return str(job.phase) if job.reason is None else f"{job.phase} ({job.reason})"
 
 
+def _kernels(runs: Iterable[LoggedRun]) -> dict[str, Any]:
+    """What computed in the last run that ended by itself: executor, attention, products."""
+    found = [run.end["summary"].get("kernels") or {} for run in runs if run.end]
+    return dict(found[-1]) if found else {}
+
+
 def _settings(opened: Mapping[str, Any]) -> dict[str, Any]:
     identity = opened["identity"]
     return {name: identity[name] for name in _SETTINGS if identity.get(name) not in (None, "")}
-
-
-def _failures_of(folder: JobFolder, state: JobState) -> Iterator[Failures]:
-    for code, rows in state.failures().items():
-        read = (read_answer(folder.journal, row, offset) for row, offset in rows[:MOST_EXAMPLES])
-        yield Failures(code, len(rows), [_example(json.loads(done.line)) for done in read])
 
 
 def _failures_in(output: Path) -> Iterable[Failures]:

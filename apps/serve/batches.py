@@ -24,22 +24,18 @@ from ...runtime.api.face import (
     Checked,
     Counts,
     Endpoint,
-    ExportFailed,
-    InputRefused,
     JobFolder,
     JobPhase,
     JobSession,
     JobStatus,
-    JournalFailed,
     LoadedModel,
     Measured,
-    MemoryGaveOut,
     OutputPaths,
     Running,
-    Stalled,
     batch_request,
     cancel,
     counted,
+    errors,
     export_now,
     is_exhausted,
     openai_batch,
@@ -54,7 +50,7 @@ _BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
 _ENDPOINTS = (Endpoint.CHAT.value, Endpoint.COMPLETION.value)
 _ENDED = ("completed", "failed", "cancelled")
 # After these the next batch would not do better: the server ends, and its batches are resumed by the next one.
-_FATAL = (ExportFailed, JournalFailed, MemoryGaveOut, Stalled)
+_FATAL = (errors.ExportFailed, errors.JournalFailed, errors.MemoryGaveOut, errors.Stalled)
 
 
 @dataclass(slots=True)
@@ -344,7 +340,7 @@ class _BatchRun:
         """`rows` are numbers of rows by endpoint; short rows suit both."""
         for endpoint in (Endpoint.CHAT, Endpoint.COMPLETION):
             if (count := rows.get(endpoint.name.lower(), 0)) and endpoint.value != self._batch.endpoint:
-                raise InputRefused(
+                raise errors.InputRefused(
                     f"{counted(count, 'line')} of {self._batch.input_file_id} have the url {endpoint.value}, and the "
                     f"batch is for {self._batch.endpoint}; make a batch for each"
                 )

@@ -7,32 +7,36 @@ from pathlib import Path
 from typing import Annotated, Unpack
 
 from ...cli.face import MODEL, command, say, say_device
-from ...runtime.api.face import AnswerLength, EngineOptions, Option, SeedOptions, StreamingOptions, Takes
+from ...runtime.api.face import option, options
 
 _PACKAGES = ("fastapi", "uvicorn", "python_multipart")
 
 
-class ServeCommand(EngineOptions, StreamingOptions, AnswerLength, SeedOptions, total=False):
+class ServeCommand(
+    options.EngineOptions, options.StreamingOptions, options.AnswerLength, options.SeedOptions, total=False
+):
     """The options of `moedge serve`."""
 
     host: Annotated[
         str,
-        Option("Address to listen on; any but this machine's own needs an API key.", "127.0.0.1", common=True),
+        option.Option("Address to listen on; any but this machine's own needs an API key.", "127.0.0.1", common=True),
     ]
-    port: Annotated[int, Option("Port to listen on; 0 finds a free one.", 8000, low=0, high=65535, common=True)]
-    api_key: Annotated[str | None, Option("Key that every request must have.", key=True, common=True, example='"..."')]
+    port: Annotated[int, option.Option("Port to listen on; 0 finds a free one.", 8000, low=0, high=65535, common=True)]
+    api_key: Annotated[
+        str | None, option.Option("Key that every request must have.", key=True, common=True, example='"..."')
+    ]
     state_dir: Annotated[
         Path | None,
-        Option(
+        option.Option(
             "Folder for files and batches; by default one for the model in your state.",
-            takes=Takes.FOLDER,
+            takes=option.Takes.FOLDER,
             common=True,
         ),
     ]
-    max_upload: Annotated[str, Option("Size of the largest file that may be uploaded.", "512MiB", common=True)]
+    max_upload: Annotated[str, option.Option("Size of the largest file that may be uploaded.", "512MiB", common=True)]
     max_model_len: Annotated[
         int | None,
-        Option("Tokens of the longest sequence, prompt and answer; 4096 by default.", low=2, common=True),
+        option.Option("Tokens of the longest sequence, prompt and answer; 4096 by default.", low=2, common=True),
     ]
 
 
@@ -43,10 +47,10 @@ def serve(model: MODEL, **given: Unpack[ServeCommand]) -> None:
     Code for the hosted API works with its `base_url` set to http://127.0.0.1:8000/v1. A batch is a job: it survives a
     kill of the server, which resumes it. Ctrl-C stops after the current pass.
     """
-    from ...runtime.api.face import MissingExtra
+    from ...runtime.api.face import errors
 
     if [name for name in _PACKAGES if find_spec(name) is None]:
-        raise MissingExtra("moedge serve needs FastAPI, uvicorn and python-multipart", "serve")
+        raise errors.MissingExtra("moedge serve needs FastAPI, uvicorn and python-multipart", "serve")
     say_device(given["gpu_mem"])
     _serve(model, given)
 

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ...runtime.api.face import BadArgument
+from ...runtime.api.face import errors
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -33,4 +33,4 @@ def _refused(host: str, port: int) -> Iterator[None]:
         yield
     except OSError as error:
         reason = "another program uses it" if error.errno == errno.EADDRINUSE else error.strerror
-        raise BadArgument(f"cannot listen on {host} port {port}: {reason}; choose another --port") from None
+        raise errors.BadArgument(f"cannot listen on {host} port {port}: {reason}; choose another --port") from None

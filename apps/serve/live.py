@@ -17,7 +17,7 @@ from ...runtime.api.face import (
     Row,
     RowFailure,
     RowReader,
-    TokenizerError,
+    errors,
     parse_object,
 )
 from .errors import ApiError, of_failure, refused
@@ -116,7 +116,7 @@ class RequestReader:
         with self._lock:
             try:
                 opened = self._reader.open(row, most)
-            except TokenizerError as error:
+            except errors.TokenizerError as error:
                 # Of a text on which the tokenizer works too long; the model has answered others.
                 raise refused(str(error), "prompt") from None
         if isinstance(opened, RowFailure):

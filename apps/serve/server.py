@@ -16,7 +16,7 @@ from typing import Any
 import uvicorn
 from platformdirs import user_state_path
 
-from ...runtime.api.face import BadArgument, JobFolder, JobLock
+from ...runtime.api.face import JobFolder, JobLock, errors
 from .app import Service, make_app
 from .batches import BatchQueue, BatchSettings
 from .engine_thread import EngineThread
@@ -50,9 +50,9 @@ class ServerSettings:
     def check(self) -> None:
         """Raises BadArgument for a server that others could reach without a key."""
         if self.host not in LOOPBACK and self.key is None:
-            raise BadArgument(f"--host {self.host} is open to others and needs --api-key, or MOEDGE_API_KEY")
+            raise errors.BadArgument(f"--host {self.host} is open to others and needs --api-key, or MOEDGE_API_KEY")
         if self.key is not None and (len(self.key) < _LEAST_KEY_CHARS or not self.key.isascii()):
-            raise BadArgument(f"the API key must have at least {_LEAST_KEY_CHARS} ASCII characters")
+            raise errors.BadArgument(f"the API key must have at least {_LEAST_KEY_CHARS} ASCII characters")
 
     def open_folder(self) -> Path:
         """The server's folder, made where it is missing."""

@@ -34,7 +34,7 @@ if __name__ == "__main__" and json.loads(sys.argv[1])["contender"] in ("moedge",
     return_memory()
 
 
-# Of moedge's passes, the best of 512 to 8,192 on the machine of docs/performance.md.
+# Of moedge's passes, the best of 512 to 8,192 on the machine of docs/dev/performance.md.
 PASS_TOKENS = 4096
 # The cell whose figure is tokens of prompts per second; in all others generated tokens count.
 PROMPTS = "prompts"

@@ -1,7 +1,7 @@
 """Settings for many runs: flag before environment before ./moedge.toml before the user's file before
 default.
 
-An option takes part by being declared with a key, which is its flag without dashes. docs/configuration.md is the page
+An option takes part by being declared with a key, which is its flag without dashes. docs/reference.md is the page
 for people.
 """
 
@@ -282,7 +282,7 @@ def _help_all(ctx: typer.Context, wanted: bool) -> None:
         ctx.meta[_ALL] = True
         assert isinstance(ctx.command, ConfiguredCommand)
         if keys := sorted(each.file_key for each in ctx.command.declared.values() if each.file_only):
-            ctx.command.epilog = f"Keys of moedge.toml without an option: {', '.join(keys)} (docs/options.md)."
+            ctx.command.epilog = f"Keys of moedge.toml without an option: {', '.join(keys)} (docs/tables/options.md)."
         typer.echo(ctx.get_help(), color=ctx.color)
         raise typer.Exit
 

@@ -47,7 +47,7 @@ class ViewOptions(TypedDict, total=False):
     output_format: Annotated[
         Literal["human", "json"],
         Option(
-            "json prints events on stdout, one per line: docs/events.md.",
+            "json prints events on stdout, one per line: docs/reference.md.",
             "human",
             flags=("--format",),
             panel=Panel.OUTPUT,

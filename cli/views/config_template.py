@@ -12,7 +12,7 @@ from ...runtime.shape.shards import FORMATS, KEPT
 
 _MIB = 1 << 20
 _BUDGETS = {"host": ("ram", "RAM"), "device": ("gpu-mem", "GPU memory")}
-_HEAD = """# Settings of moedge: docs/configuration.md. A key is an option without its dashes; remove the # to set it.
+_HEAD = """# Settings of moedge: docs/reference.md. A key is an option without its dashes; remove the # to set it.
 # `moedge config show` prints what counts, and `moedge plan MODEL --save plan.json` with
 # `moedge config init --from-plan plan.json` writes this file for a machine and a model.
 """
@@ -53,7 +53,7 @@ def _planned(plan: Mapping[str, Any], host: str | None) -> Iterator[str]:
     gpus = "".join(f", {gpu['name']}" for gpu in machine["gpus"])
     yield f"# From a plan for {json.dumps(model['name'])}: {plan['prediction']['generated_tok_s']:,.1f} tok/s expected."
     yield f"# Made for {machine['cpu']}, {machine['cores']} cores, {machine['ram_nbytes'] / 2**30:.1f} GiB{gpus}."
-    yield "# docs/configuration.md says what else may stand here."
+    yield "# docs/reference.md says what else may stand here."
     if host is not None:
         yield ""
         yield "# Counts on this machine only; other machines that share the file have tables of their own."

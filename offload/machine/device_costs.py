@@ -1,7 +1,7 @@
 """What a pass costs a GPU and the thread that drives it, from counts: the one source of these constants. Torch-free.
 
 Kernels are counted in instructions, torch's operations in launches and bytes, the driver in calls. Data sheets give the
-rates (presets.py). A better kernel changes a count here, and nothing else. docs/plans.md says what was measured.
+rates (presets.py). A better kernel changes a count here, and nothing else. docs/tables/plans.md says what was measured.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from .profile import ATTENTION, LATENTS, TOGETHER, FlopRates, Overheads
 
 # Four schedulers of a multiprocessor start an instruction of 32 threads each in a clock, in every GPU since Volta.
 ISSUED_A_CLOCK = 128
-# What kernels reached of a data sheet's figures on an H100, the one GPU that was measured (docs/performance.md): of the
+# What kernels reached of a data sheet's figures on an H100, the one GPU measured so far (bench/results/gpu.md): of the
 # memory 0.68 to 0.77, which are 0.75 to 0.85 of a copy's 3.0 of 3.35 TB/s; of instructions 0.24 to 0.65, nf4 0.40; of
 # the tensor cores' peak 0.52 to 0.76. Copies over its link reached 0.87; 0.8 is for 4 MiB and less.
 MEMORY_SHARE, ISSUE_SHARE, PEAK_SHARE, LINK_SHARE = 0.7, 0.4, 0.5, 0.8

@@ -264,8 +264,8 @@ def _formats_of_checkpoints() -> Iterator[WeightFormat]:
 # The formats that `--quant` offers: checkpoints are quantized to these. nf4's scales (absmax) are bfloat16: for a
 # bfloat16 checkpoint that is exact (a block's maximum is one of its weights), and unlike float16 it neither overflows
 # nor underflows. int8's scales stay float32: one per row costs less than 0.1 bit a weight. From exact to smallest;
-# mxfp4 is as large as nf4 and loses more, so `auto` leaves it to checkpoints that have it. Packing: docs/plan.md, and a
-# quarter of what two cores packed (docs/performance.md).
+# mxfp4 is as large as nf4 and loses more, so `auto` leaves it to checkpoints that have it. Rates of packing: as planned
+# where nobody measured (docs/dev/internals.md), and a quarter of what two cores packed (bench/results/cpu-products.md).
 QUANT_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
     {
         each.name: each

@@ -1,6 +1,6 @@
 """Tile sizes of the grouped product by format and number of rows; they are constants, so a job does not autotune.
 
-They were chosen because they compile without register spills (docs/kernels.md), not by timing: only an
+They were chosen because they compile without register spills (docs/dev/kernels.md), not by timing: only an
 H100 has timed them so far; `python -m bench.kernels` does. Triton-free.
 """
 

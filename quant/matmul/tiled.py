@@ -8,17 +8,26 @@ rows nor the threads (native/tiles.h).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from ctypes import Array, addressof, c_int64, c_void_p
-from functools import cache
+from ctypes import POINTER, addressof, byref, c_int64
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..formats.format import INTEGER_CODES, TILES
+from ..formats.format import TILES
 from ..kernels.operands import Gate
+from ..native.interface import (
+    CONSTANTS,
+    ENUMS,
+    NativeExpert,
+    NativeJob,
+    NativeMatrix,
+    NativeMixture,
+    NativeProduct,
+)
 from ..native.library import available, function
-from ..native.tiles import matrix_numbers
+from ..native.tiles import native_matrix
 from ..scratch import row_nbytes
 from ..tensor import PackedTensor
 
@@ -26,16 +35,11 @@ from ..tensor import PackedTensor
 OnThreads = Callable[[Callable[[], None]], None]
 # An expert's matrices, each with its bias.
 ExpertMatrices = tuple[PackedTensor, Tensor | None, PackedTensor, Tensor | None]
-# A C function of the address of its arguments.
-Kernel = Callable[[int], None]
-# The rows that a kernel multiplies together; tiles.h has the same number.
-MOST_ROWS = 128
-# Added to the type of values where rows are rounded to integers, as in tiles.h.
-_INTEGERS = 8
-# An enum of products.cpp.
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
-# Two counters, each in a cache line of its own.
-_COUNTERS = 16
+# The rows that a kernel multiplies together.
+MOST_ROWS = CONSTANTS["most_rows"]
+# By the name of an activation (kernels/operands.py).
+ACTIVATIONS = ENUMS["activation"]
+_Counters = c_int64 * CONSTANTS["counters"]
 
 
 def has_kernel() -> bool:
@@ -64,21 +68,32 @@ def multiply(
     """
     if x.stride(1) != 1:
         x = x.contiguous()
-    kernel, described = _functions()[0], describe(packed, bias, integer)
+    kernel = _functions()[0]
     at_once = min(MOST_ROWS, scratch.numel() // row_nbytes(x.shape[1]))
+    product = native_product(x, packed, bias, out, scratch, integer)
     for first in range(0, x.shape[0], at_once):
-        rows = min(at_once, x.shape[0] - first)
-        given = (c_int64 * (7 + len(described) + _COUNTERS))(
-            x.data_ptr() + 2 * first * x.stride(0),
-            x.stride(0),
-            out.data_ptr() + 2 * first * out.stride(0),
-            out.stride(0),
-            rows,
-            scratch.data_ptr(),
-            0,
-            *described,
-        )
-        _run(kernel, given, 6, on_threads)
+        counters = _Counters()
+        product.x = x.data_ptr() + 2 * first * x.stride(0)
+        product.y = out.data_ptr() + 2 * first * out.stride(0)
+        product.rows = min(at_once, x.shape[0] - first)
+        product.counters = addressof(counters)
+        on_threads(partial(kernel, byref(product)))
+
+
+def native_product(
+    x: Tensor, packed: PackedTensor, bias: Tensor | None, out: Tensor, scratch: Tensor, integer: bool
+) -> NativeProduct:
+    """A product as the kernel takes it, without rows and counters; `integer` as for multiply."""
+    return NativeProduct(
+        x=x.data_ptr(),
+        x_stride=x.stride(0),
+        y=out.data_ptr(),
+        y_stride=out.stride(0),
+        scratch=scratch.data_ptr(),
+        weights=native_matrix_of(packed),
+        bias=_address(bias),
+        integers=integer,
+    )
 
 
 class ExpertRows(NamedTuple):
@@ -117,10 +132,33 @@ def multiply_experts(
     """
     up, down = experts[0].up, experts[0].down
     of_row = row_nbytes(up.shape[1]) + row_nbytes(down.shape[1])
-    most = scratch.numel() // of_row
-    for jobs in _calls(experts, most):
-        given = _experts_arguments(hidden, token_ids, jobs, gate, out, scratch, of_row, integer)
-        _run(_functions()[1], given, 10, on_threads)
+    mixture = native_mixture(hidden, token_ids, out, scratch, gate, integer)
+    for some in _calls(experts, scratch.numel() // of_row):
+        jobs, counters = (NativeJob * len(some))(), _Counters()
+        offset = 0
+        for job, rows in zip(jobs, some, strict=True):
+            job.first_row, job.rows, job.scratch_offset = rows.first, rows.num_rows, offset
+            job.expert = native_expert((rows.up, rows.up_bias, rows.down, rows.down_bias))
+            offset += rows.num_rows * of_row
+        mixture.num_jobs, mixture.jobs, mixture.counters = len(jobs), addressof(jobs), addressof(counters)
+        on_threads(partial(_functions()[1], byref(mixture)))
+
+
+def native_mixture(
+    hidden: Tensor, token_ids: Tensor, out: Tensor, scratch: Tensor, gate: Gate, integer: bool
+) -> NativeMixture:
+    """The rows of experts as the kernel takes them, without jobs and counters."""
+    return NativeMixture(
+        hidden=hidden.data_ptr(),
+        hidden_stride=hidden.stride(0),
+        token_ids=token_ids.data_ptr(),
+        out=out.data_ptr(),
+        out_stride=out.stride(0),
+        scratch=scratch.data_ptr(),
+        activation=ACTIVATIONS[gate.activation],
+        alternating=gate.alternating,
+        integers=integer,
+    )
 
 
 def _calls(experts: Sequence[ExpertRows], most: int) -> list[list[ExpertRows]]:
@@ -138,58 +176,24 @@ def _calls(experts: Sequence[ExpertRows], most: int) -> list[list[ExpertRows]]:
     return calls
 
 
-def _experts_arguments(
-    hidden: Tensor,
-    token_ids: Tensor,
-    jobs: Sequence[ExpertRows],
-    gate: Gate,
-    out: Tensor,
-    scratch: Tensor,
-    of_row: int,
-    integer: bool,
-) -> Array[c_int64]:
-    described: list[int] = []
-    offset = 0
-    for job in jobs:
-        described += (job.first, job.num_rows, offset)
-        described += describe(job.up, job.up_bias, integer)
-        described += describe(job.down, job.down_bias, integer)
-        offset += job.num_rows * of_row
-    given = (c_int64 * (11 + len(described) + _COUNTERS))(
-        hidden.data_ptr(),
-        hidden.stride(0),
-        token_ids.data_ptr(),
-        out.data_ptr(),
-        out.stride(0),
-        scratch.data_ptr(),
-        ACTIVATIONS[gate.activation],
-        gate.alternating,
-        len(jobs),
-        0,
-        0,
-        *described,
-    )
-    given[9] = addressof(given) + 8 * 11
-    return given
+def native_expert(matrices: ExpertMatrices) -> NativeExpert:
+    """An expert as the kernel takes it."""
+    up, up_bias, down, down_bias = matrices
+    return NativeExpert(native_matrix_of(up), native_matrix_of(down), _address(up_bias), _address(down_bias))
 
 
-def _run(kernel: Kernel, given: Array[c_int64], counters: int, on_threads: OnThreads) -> None:
-    """Calls a kernel whose argument `counters` is the address of its counters, the last numbers of `given`."""
-    address = addressof(given)
-    given[counters] = address + 8 * (len(given) - _COUNTERS)
-    on_threads(lambda: kernel(address))
+def native_matrix_of(packed: PackedTensor) -> NativeMatrix:
+    """A matrix in order `tiles` as kernels take it."""
+    if not packed.native:
+        packed.native.append(native_matrix(packed.layout.codes, packed.planes, packed.shape[1]))
+    return packed.native[0]
 
 
-def describe(packed: PackedTensor, bias: Tensor | None, integer: bool = False) -> tuple[int, ...]:
-    """A bias and a matrix as `Matrix` in tiles.h has them; `integer` as for multiply."""
-    if not packed.described:
-        packed.described[:] = matrix_numbers(packed.layout.codes, packed.planes, packed.shape[1])
-    *matrix, values, scales_kind = packed.described
-    if integer and packed.layout.codes in INTEGER_CODES:
-        values += _INTEGERS
-    return (0 if bias is None else bias.data_ptr(), *matrix, values, scales_kind)
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 @cache
-def _functions() -> tuple[Kernel, Kernel]:
-    return function("moedge_multiply", [c_void_p]), function("moedge_experts", [c_void_p])
+def _functions() -> tuple[Callable[..., None], Callable[..., None]]:
+    product, mixture = [POINTER(NativeProduct)], [POINTER(NativeMixture)]
+    return function("moedge_multiply", product), function("moedge_experts", mixture)

@@ -21,8 +21,6 @@ MOEDGE_ATTENTION_KERNELS(MOEDGE_DECLARE_AMX)
     extern "C" void name##_portable types;
 MOEDGE_PORTABLE_KERNELS(MOEDGE_DECLARE_PORTABLE)
 
-static_assert(sizeof(moedge_attention) == 232, "attention.py has the same fields");
-
 namespace {
 
 int chosen = MOEDGE_NONE;

@@ -9,10 +9,6 @@
 
 namespace {
 
-// Enums of quant/packing.py.
-enum packed_format { NF4 = 0, INT4 = 1, MXFP4 = 2, INT8 = 3 };
-enum packed_order { ROWS = 0, TILES = 1, INT4PACK = 2 };
-
 // The columns of a block of rows whose codes are in the first cache at a time; a multiple of every group.
 constexpr int64_t COLUMNS = 256;
 // The rows ahead whose numbers are requested.
@@ -22,14 +18,13 @@ constexpr int LARGEST = 0x7f7f;
 // A float32 near it has no bits left for a fraction, so adding it rounds to nearest, half to even.
 constexpr float ROUNDER = 12582912.0f;
 
-#if MOEDGE_LEVEL >= 2
-using vi = __m512i;
-inline vi load_halves(const uint16_t* from) { return _mm512_loadu_si512(from); }
-inline vi magnitudes(vi x) { return _mm512_and_si512(x, _mm512_set1_epi16(0x7fff)); }
+inline vi magnitudes(vi x) { return mask(x, all_words(0x7fff)); }
 // Numbers of bfloat16 as integers of 16 bits in the same order.
-inline vi in_order(vi x) { return _mm512_xor_si512(x, _mm512_and_si512(_mm512_srai_epi16(x, 15), _mm512_set1_epi16(0x7fff))); }
-inline vi greater(vi a, vi b) { return _mm512_max_epi16(a, b); }
-inline vi lesser(vi a, vi b) { return _mm512_min_epi16(a, b); }
+inline vi in_order(vi x) { return x ^ (SIMD(srai_epi16)(x, 15) & all_words(0x7fff)); }
+inline vi greater(vi a, vi b) { return SIMD(max_epi16)(a, b); }
+inline vi lesser(vi a, vi b) { return SIMD(min_epi16)(a, b); }
+
+#if MOEDGE_LEVEL >= 2
 inline __m256i half_of(vi x, bool upper) { return upper ? _mm512_extracti64x4_epi64(x, 1) : _mm512_castsi512_si256(x); }
 inline __m128i eight_greatest(vi x) {
     const __m256i half = _mm256_max_epi16(half_of(x, false), half_of(x, true));
@@ -39,8 +34,6 @@ inline __m128i eight_least(vi x) {
     const __m256i half = _mm256_min_epi16(half_of(x, false), half_of(x, true));
     return _mm_min_epi16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
 }
-inline vf min(vf a, vf b) { return _mm512_min_ps(a, b); }
-inline vi integers(vf x) { return _mm512_cvtps_epi32(x); }
 
 // Which of at most 15 ascending levels' midpoints are below a number: how many. The nearest midpoint to the number's
 // cell, of 31 from -1 to 1 or 32 from 0 to 1, decides, because no cell is as wide as two midpoints are apart.
@@ -92,16 +85,8 @@ inline void put_codes(const uint16_t* x, void* to, Code code) {
         _mm_storeu_si128((__m128i*)to + i, _mm512_cvtepi32_epi8(code(from_bf16(x + 16 * i))));
 }
 #else
-using vi = __m256i;
-inline vi load_halves(const uint16_t* from) { return _mm256_loadu_si256((const __m256i*)from); }
-inline vi magnitudes(vi x) { return _mm256_and_si256(x, _mm256_set1_epi16(0x7fff)); }
-inline vi in_order(vi x) { return _mm256_xor_si256(x, _mm256_and_si256(_mm256_srai_epi16(x, 15), _mm256_set1_epi16(0x7fff))); }
-inline vi greater(vi a, vi b) { return _mm256_max_epi16(a, b); }
-inline vi lesser(vi a, vi b) { return _mm256_min_epi16(a, b); }
 inline __m128i eight_greatest(vi x) { return _mm_max_epi16(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)); }
 inline __m128i eight_least(vi x) { return _mm_min_epi16(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)); }
-inline vf min(vf a, vf b) { return _mm256_min_ps(a, b); }
-inline vi integers(vf x) { return _mm256_cvtps_epi32(x); }
 
 // How many of at most 15 ascending midpoints are below a number, by binary search.
 struct Nearest {
@@ -159,8 +144,8 @@ inline int least(vi x) {
 // The largest magnitude of COUNT numbers, as bits of bfloat16.
 template <int COUNT>
 inline int largest_of(const uint16_t* x) {
-    vi most = magnitudes(load_halves(x));
-    for (int i = HALVES; i < COUNT; i += HALVES) most = greater(most, magnitudes(load_halves(x + i)));
+    vi most = magnitudes(load_bytes(x));
+    for (int i = HALVES; i < COUNT; i += HALVES) most = greater(most, magnitudes(load_bytes(x + i)));
     return greatest(most);
 }
 
@@ -196,9 +181,9 @@ struct Nf4 {
             -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
             0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
         };
-        Midpoints made;
-        for (int i = 0; i < 15; i++) made.numbers[i] = float((LEVELS[i] + LEVELS[i + 1]) / 2);
-        return made;
+        Midpoints between;
+        for (int i = 0; i < 15; i++) between.numbers[i] = float((LEVELS[i] + LEVELS[i + 1]) / 2);
+        return between;
     }
 };
 
@@ -211,9 +196,9 @@ struct Int4 {
     static constexpr bool HIGH_FIRST = false;
 
     bool pack(const uint16_t* x, uint8_t* codes, Scale* to) const {
-        vi most = in_order(load_halves(x)), fewest = most;
+        vi most = in_order(load_bytes(x)), fewest = most;
         for (int i = HALVES; i < GROUP; i += HALVES) {
-            const vi part = in_order(load_halves(x + i));
+            const vi part = in_order(load_bytes(x + i));
             most = greater(most, part);
             fewest = lesser(fewest, part);
         }
@@ -225,7 +210,7 @@ struct Int4 {
         const vf scale = set1(bf16_to_float(to->scale)), zero = set1(bf16_to_float(to->zero));
         put_codes(x, codes, [&](vf numbers) {
             const vf rounded = sub(add(div(sub(numbers, zero), scale), set1(ROUNDER + 8)), set1(ROUNDER));
-            return integers(min(max(rounded, set1(0.0f)), set1(15.0f)));
+            return to_integers(min(max(rounded, set1(0.0f)), set1(15.0f)));
         });
         return true;
     }
@@ -263,18 +248,7 @@ struct Mxfp4 {
 };
 constexpr float Mxfp4::MIDPOINTS[];
 
-// Consecutive rows of a matrix and of its planes; planes begin at the first of them.
-struct Rows {
-    const uint16_t* x;
-    int64_t stride, rows, columns;
-    uint8_t* codes;
-    void* scales;
-    int64_t scale_stride;  // of groups, in order INT4PACK
-
-    explicit Rows(const int64_t* given)
-        : x((const uint16_t*)given[0]), stride(given[1]), rows(given[2]), columns(given[3]), codes((uint8_t*)given[4]),
-          scales((void*)given[5]), scale_stride(given[6]) {}
-};
+using Rows = moedge_packing;
 
 // Some groups of a row, whose scales are `step` apart.
 template <class Format>
@@ -414,7 +388,7 @@ bool pack_int8(const Rows& some) {
         const uint16_t* x = some.x + r * some.stride;
         int8_t* codes = (int8_t*)some.codes + r * some.columns;
         vi parts = vi();
-        for (int64_t c = 0; c < whole; c += HALVES) parts = greater(parts, magnitudes(load_halves(x + c)));
+        for (int64_t c = 0; c < whole; c += HALVES) parts = greater(parts, magnitudes(load_bytes(x + c)));
         int most = greatest(parts);
         for (int64_t c = whole; c < some.columns; c++) most = (x[c] & 0x7fff) > most ? x[c] & 0x7fff : most;
         if (most > LARGEST) return false;
@@ -422,27 +396,30 @@ bool pack_int8(const Rows& some) {
         ((float*)some.scales)[r] = scale;
         const auto code = [&](vf numbers) {
             const vf rounded = sub(add(div(numbers, set1(scale)), set1(ROUNDER)), set1(ROUNDER));
-            return integers(min(max(rounded, set1(-127.0f)), set1(127.0f)));
+            return to_integers(min(max(rounded, set1(-127.0f)), set1(127.0f)));
         };
         for (int64_t c = 0; c < whole; c += 32) put_codes(x + c, codes + c, code);
         if (whole == some.columns) continue;
         uint16_t last[32] = {};
-        int8_t made[32];
+        int8_t last_codes[32];
         memcpy(last, x + whole, size_t(some.columns - whole) * 2);
-        put_codes(last, made, code);
-        memcpy(codes + whole, made, size_t(some.columns - whole));
+        put_codes(last, last_codes, code);
+        memcpy(codes + whole, last_codes, size_t(some.columns - whole));
     }
     return true;
 }
 
-bool pack(const Rows& some, int64_t format, int64_t order) {
-    if (format == INT8) return pack_int8(some);
-    if (format == NF4) return order == TILES ? pack_blocks<Nf4, Tiles>(some) : pack_rows<Nf4>(some);
-    if (format == MXFP4) return order == TILES ? pack_blocks<Mxfp4, Tiles>(some) : pack_rows<Mxfp4>(some);
-    return order == TILES ? pack_blocks<Int4, Tiles>(some) : pack_blocks<Int4, Int4Pack>(some);
+bool pack(const Rows& some) {
+    const bool tiles = some.order == moedge_order::TILES;
+    switch (some.format) {
+        case moedge_weight_format::NF4: return tiles ? pack_blocks<Nf4, Tiles>(some) : pack_rows<Nf4>(some);
+        case moedge_weight_format::MXFP4: return tiles ? pack_blocks<Mxfp4, Tiles>(some) : pack_rows<Mxfp4>(some);
+        case moedge_weight_format::INT4: return tiles ? pack_blocks<Int4, Tiles>(some) : pack_blocks<Int4, Int4Pack>(some);
+        case moedge_weight_format::INT8: return pack_int8(some);
+    }
+    return false;
 }
 
 }  // namespace
 
-// Packs rows of a matrix. `given`: Rows, a packed_format, a packed_order, and the result: 0 if a number is not finite.
-extern "C" void MOEDGE_NAMED(moedge_pack)(int64_t* given) { given[9] = pack(Rows(given), given[7], given[8]); }
+extern "C" void MOEDGE_NAMED(moedge_pack)(moedge_packing* packing) { packing->finite = pack(*packing); }

@@ -13,8 +13,6 @@ namespace {
 struct Work {
     int64_t* counters;
 
-    explicit Work(int64_t address) : counters((int64_t*)address) {}
-
     int64_t take() const { return __atomic_fetch_add(counters, 1, __ATOMIC_ACQ_REL); }
     void finish() const { __atomic_fetch_add(counters + 8, 1, __ATOMIC_RELEASE); }
     void wait(int64_t items) const {
@@ -26,7 +24,7 @@ int64_t ceil_of(int64_t number, int64_t divisor) { return (number + divisor - 1)
 
 // Tiles that one item computes: about 64 KiB of codes.
 int64_t tiles_at_once(const Matrix& matrix) {
-    const int64_t nbytes = matrix.columns * OUTPUTS / (matrix.values == INT8 ? 1 : 2);
+    const int64_t nbytes = matrix.columns * OUTPUTS / (matrix.type == Type::INT8 ? 1 : 2);
     return nbytes < 65536 ? 65536 / nbytes : 1;
 }
 
@@ -38,13 +36,13 @@ struct Memory {
     float* sums;
     IntegerInputs integers;
 
-    Memory(char* at, int64_t num_rows, const Matrix& of)
-        : matrix(of), rows(num_rows), x((uint16_t*)at), sums((float*)(x + num_rows * of.columns)),
-          integers(at, num_rows, of.columns) {}
+    Memory(char* scratch, int64_t num_rows, const Matrix& weights)
+        : matrix(weights), rows(num_rows), x((uint16_t*)scratch), sums((float*)(x + num_rows * weights.columns)),
+          integers(scratch, num_rows, weights.columns) {}
     static int64_t nbytes(int64_t rows, int64_t columns) { return rows * columns / CHUNK * (CHUNK * 2 + 4); }
 
     void put_row(const uint16_t* from, int64_t row) const {
-        if (matrix.integers) integers.put_row(from, matrix.columns, row, matrix.values);
+        if (matrix.integers) integers.put_row(from, matrix.columns, row, matrix.type);
         else ::put_row(from, matrix.columns, row, rows, x, sums);
     }
 
@@ -54,7 +52,7 @@ struct Memory {
             if (matrix.integers) {
                 vf numbers[VECTORS];
                 for (int v = 0; v < VECTORS; v++) numbers[v] = load(from + v * W);
-                integers.put(numbers, chunk, r, matrix.values);
+                integers.put(numbers, chunk, r, matrix.type);
             } else {
                 const int64_t at = chunk * rows + r;
                 round_all(from, x + at * CHUNK);
@@ -77,61 +75,32 @@ void write_tile(const Memory& memory, int64_t tile, uint16_t* y, int64_t stride)
     for (int64_t r = 0; r < memory.rows; r++) round_all(results + r * OUTPUTS, y + r * stride + tile * OUTPUTS);
 }
 
-inline float from_bits(uint32_t bits) {
-    float number;
-    memcpy(&number, &bits, 4);
-    return number;
-}
+inline vf sigmoid(vf x) { return div(set1(1.0f), add(set1(1.0f), exponential(sub(set1(0.0f), x)))); }
 
-inline uint32_t to_bits(float number) {
-    uint32_t bits;
-    memcpy(&bits, &number, 4);
-    return bits;
-}
+using Activation = moedge_activation;
 
-// e^x to about one unit in the last place, by Cephes' polynomial; no branch, so that it is vectorised.
-inline float exponential(float x) {
-    x = x > 88.0f ? 88.0f : x < -87.0f ? -87.0f : x;
-    const float shifted = x * 1.44269504088896341f + 12582912.0f, n = shifted - 12582912.0f;
-    const float r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    const float power = from_bits((to_bits(shifted) - 0x4b400000u + 127u) << 23);
-    return p * power;
-}
-
-inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
-
-enum activation { SILU = 0, GELU_TANH = 1, CLAMPED_SWIGLU = 2 };
-
-inline float gated(int64_t kind, float gate, float up) {
-    if (kind == SILU) return gate * sigmoid(gate) * up;
-    if (kind == GELU_TANH)  // 0.5 (1 + tanh z) is the logistic function of 2 z.
-        return gate * sigmoid(1.5957691216057308f * (gate + 0.044715f * gate * gate * gate)) * up;
-    gate = gate > 7.0f ? 7.0f : gate;
-    up = up > 7.0f ? 7.0f : up < -7.0f ? -7.0f : up;
-    return gate * sigmoid(1.702f * gate) * (up + 1.0f);
+inline vf gated(Activation activation, vf gate, vf up) {
+    if (activation == Activation::SILU) return mul(mul(gate, sigmoid(gate)), up);
+    if (activation == Activation::GELU_TANH) {  // 0.5 (1 + tanh z) is the logistic function of 2 z.
+        const vf cubic = mul(mul(mul(set1(0.044715f), gate), gate), gate);
+        return mul(mul(gate, sigmoid(mul(set1(1.5957691216057308f), add(gate, cubic)))), up);
+    }
+    gate = min(set1(7.0f), gate);
+    up = max(set1(-7.0f), min(set1(7.0f), up));
+    return mul(mul(gate, sigmoid(mul(set1(1.702f), gate))), add(up, set1(1.0f)));
 }
 
 // Writes the activations of rows of two tiles over the first of them: [gate] and [up], or pairs that alternate.
-template <int KIND>
+template <Activation ACTIVATION>
 void gate_rows(float* gate, const float* up, bool alternating, int64_t rows) {
     for (int64_t r = 0; r < rows; r++, gate += OUTPUTS, up += OUTPUTS) {
-        if (!alternating) {
-            for (int i = 0; i < OUTPUTS; i++) gate[i] = gated(KIND, gate[i], up[i]);
-            continue;
+        float gates[OUTPUTS], ups[OUTPUTS];
+        for (int i = 0; i < OUTPUTS; i++) {
+            const float* pair = i < OUTPUTS / 2 ? gate + 2 * i : up + 2 * i - OUTPUTS;
+            gates[i] = alternating ? pair[0] : gate[i];
+            ups[i] = alternating ? pair[1] : up[i];
         }
-        float made[OUTPUTS];
-        for (int i = 0; i < OUTPUTS / 2; i++) {
-            made[i] = gated(KIND, gate[2 * i], gate[2 * i + 1]);
-            made[OUTPUTS / 2 + i] = gated(KIND, up[2 * i], up[2 * i + 1]);
-        }
-        memcpy(gate, made, sizeof(made));
+        for (int i = 0; i < OUTPUTS; i += W) store(gate + i, gated(ACTIVATION, load(gates + i), load(ups + i)));
     }
 }
 
@@ -140,33 +109,22 @@ struct Job {
     int64_t first, rows, offset;
     Matrix up, down;
 
-    static constexpr int64_t FIELDS = 3 + 2 * 9;
-    explicit Job(const int64_t* given) : first(given[0]), rows(given[1]), offset(given[2]), up(given + 3), down(given + 12) {}
+    Job(const moedge_job& job, bool integers)
+        : first(job.first_row), rows(job.rows), offset(job.scratch_offset),
+          up(job.expert.up, job.expert.up_bias, integers), down(job.expert.down, job.expert.down_bias, integers) {}
 
     Memory input(char* scratch) const { return Memory(scratch + offset, rows, up); }
     Memory inner(char* scratch) const { return Memory(scratch + offset + Memory::nbytes(rows, up.columns), rows, down); }
 };
 
-struct Experts {
-    const uint16_t* hidden;
-    int64_t stride;
-    const int64_t* tokens;
-    uint16_t* out;
-    int64_t out_stride;
-    char* scratch;
-    int64_t activation, alternating, jobs;
-    const int64_t* described;
+struct Experts : moedge_mixture {
+    explicit Experts(const moedge_mixture& mixture) : moedge_mixture(mixture) {}
 
-    explicit Experts(const int64_t* given)
-        : hidden((const uint16_t*)given[0]), stride(given[1]), tokens((const int64_t*)given[2]), out((uint16_t*)given[3]),
-          out_stride(given[4]), scratch((char*)given[5]), activation(given[6]), alternating(given[7]), jobs(given[8]),
-          described((const int64_t*)given[9]) {}
-
-    Job job(int64_t index) const { return Job(described + index * Job::FIELDS); }
+    Job job(int64_t index) const { return Job(jobs[index], integers != 0); }
 
     void gather(const Job& job) const {
         const Memory memory = job.input(scratch);
-        for (int64_t r = 0; r < job.rows; r++) memory.put_row(hidden + tokens[job.first + r] * stride, r);
+        for (int64_t r = 0; r < job.rows; r++) memory.put_row(hidden + token_ids[job.first + r] * hidden_stride, r);
     }
 
     // The 32 inner numbers of all rows that two tiles of the first matrix give: a chunk of the second matrix's inputs.
@@ -175,9 +133,9 @@ struct Experts {
         const Memory from = job.input(scratch);
         from.multiply(alternating ? 2 * chunk : chunk, gate);
         from.multiply(alternating ? 2 * chunk + 1 : job.up.tiles() / 2 + chunk, up);
-        if (activation == SILU) gate_rows<SILU>(gate, up, alternating, job.rows);
-        if (activation == GELU_TANH) gate_rows<GELU_TANH>(gate, up, alternating, job.rows);
-        if (activation == CLAMPED_SWIGLU) gate_rows<CLAMPED_SWIGLU>(gate, up, alternating, job.rows);
+        if (activation == Activation::SILU) gate_rows<Activation::SILU>(gate, up, alternating, job.rows);
+        if (activation == Activation::GELU_TANH) gate_rows<Activation::GELU_TANH>(gate, up, alternating, job.rows);
+        if (activation == Activation::CLAMPED_SWIGLU) gate_rows<Activation::CLAMPED_SWIGLU>(gate, up, alternating, job.rows);
         job.inner(scratch).put_chunk(gate, chunk);
     }
 
@@ -188,20 +146,16 @@ struct Experts {
 
 }  // namespace
 
-// y [rows, N] = x [rows, K] times a matrix [N, K] transposed, plus its bias. `given`: x, its stride, y, its stride,
-// rows, scratch of Memory::nbytes(rows, K), counters; then the matrix.
-extern "C" void MOEDGE_NAMED(moedge_multiply)(const int64_t* given) {
-    const uint16_t* x = (const uint16_t*)given[0];
-    uint16_t* y = (uint16_t*)given[2];
-    const int64_t rows = given[4];
-    const Work work(given[6]);
-    const Matrix matrix(given + 7);
+extern "C" void MOEDGE_NAMED(moedge_multiply)(const moedge_product* product) {
+    const int64_t rows = product->rows;
+    const Work work = {product->counters};
+    const Matrix matrix(product->weights, product->bias, product->integers != 0);
     // Blocks of about the same number of rows, whole runs of PACKED.
     constexpr int64_t PACKED = 8;
     const int64_t at_once = ceil_of(ceil_of(rows, ceil_of(rows, MOST_ROWS)), PACKED) * PACKED;
     const auto rows_of = [&](int64_t block) { return rows - block * at_once < at_once ? rows - block * at_once : at_once; };
     const auto memory_of = [&](int64_t block) {
-        char* const scratch = (char*)given[5] + block * Memory::nbytes(at_once, matrix.columns);
+        char* const scratch = product->scratch + block * Memory::nbytes(at_once, matrix.columns);
         return Memory(scratch, rows_of(block), matrix);
     };
     const int64_t step = tiles_at_once(matrix), packing = ceil_of(rows, PACKED), items = ceil_of(matrix.tiles(), step);
@@ -210,30 +164,29 @@ extern "C" void MOEDGE_NAMED(moedge_multiply)(const int64_t* given) {
             const int64_t block = item * PACKED / at_once, first = block * at_once;
             const Memory memory = memory_of(block);
             for (int64_t r = item * PACKED; r < rows && r < item * PACKED + PACKED; r++)
-                memory.put_row(x + r * given[1], r - first);
+                memory.put_row(product->x + r * product->x_stride, r - first);
             work.finish();
             continue;
         }
         work.wait(packing);
         const int64_t block = (item - packing) / items, first = (item - packing) % items * step;
         const Memory memory = memory_of(block);
-        uint16_t* const to = y + block * at_once * given[3];
+        uint16_t* const to = product->y + block * at_once * product->y_stride;
         for (int64_t tile = first; tile < first + step && tile < matrix.tiles(); tile++)
-            write_tile(memory, tile, to, given[3]);
+            write_tile(memory, tile, to, product->y_stride);
     }
 }
 
-// The rows of experts: out[r] = down (activation (up hidden[tokens[r]])). `given`: Experts, then counters.
-extern "C" void MOEDGE_NAMED(moedge_experts)(const int64_t* given) {
-    const Experts experts(given);
-    const Work work(given[10]);
-    if (experts.jobs == 0) return;
-    // All jobs have matrices of the same shapes.
+extern "C" void MOEDGE_NAMED(moedge_experts)(const moedge_mixture* mixture) {
+    const Experts experts(*mixture);
+    const Work work = {experts.counters};
+    const int64_t jobs = experts.num_jobs;
+    if (jobs == 0) return;
     const Job any = experts.job(0);
     const int64_t chunks = any.down.columns / CHUNK, step = tiles_at_once(any.down);
     const int64_t pieces = ceil_of(any.down.tiles(), step);
-    const int64_t gathered = experts.jobs, activated = gathered + experts.jobs * chunks;
-    for (int64_t item; (item = work.take()) < activated + experts.jobs * pieces;) {
+    const int64_t gathered = jobs, activated = gathered + jobs * chunks;
+    for (int64_t item; (item = work.take()) < activated + jobs * pieces;) {
         if (item < gathered) {
             experts.gather(experts.job(item));
         } else if (item < activated) {

@@ -8,15 +8,15 @@
 #include "moedge_cpu.h"
 #include "simd.h"
 
-extern "C" void MOEDGE_NAMED(moedge_multiply)(const int64_t* given);
-extern "C" void MOEDGE_NAMED(moedge_experts)(const int64_t* given);
-extern "C" void MOEDGE_NAMED(moedge_attend)(const struct moedge_attention*, int64_t begin, int64_t end, void* scratch);
-extern "C" void MOEDGE_NAMED(moedge_attend_reduce)(const struct moedge_attention*, int64_t, int64_t, void* scratch);
+extern "C" void MOEDGE_NAMED(moedge_multiply)(const moedge_product*);
+extern "C" void MOEDGE_NAMED(moedge_experts)(const moedge_mixture*);
+extern "C" void MOEDGE_NAMED(moedge_attend)(const moedge_attention*, int64_t begin, int64_t end, void* scratch);
+extern "C" void MOEDGE_NAMED(moedge_attend_reduce)(const moedge_attention*, int64_t begin, int64_t end, void* scratch);
 
 namespace {
 
 // The counters of a step, in cache lines of their own: items taken, items done, threads that entered and that left.
-enum { TAKEN = 0, ENTERED = 16, LEFT = 24, COUNTERS = 32 };
+enum { TAKEN = 0, ENTERED = 16, LEFT = 24 };
 // The rows that one item of a step for rows computes.
 constexpr int64_t ROWS_OF_ITEM = 4;
 
@@ -30,17 +30,10 @@ inline Range take_rows(int64_t* counters, int64_t rows, int64_t at_once) {
     return {begin, begin + at_once < rows ? begin + at_once : rows};
 }
 
-inline float float_of(int64_t bits) {
-    const uint32_t low = (uint32_t)bits;
-    float number;
-    memcpy(&number, &low, 4);
-    return number;
-}
-
 // The weights of a norm, at W elements; `plus_one` where 1 + weight multiplies.
 inline vf norm_weight(const uint16_t* weight, int64_t at, bool plus_one) {
-    const vf found = from_bf16(weight + at);
-    return plus_one ? add(found, set1(1.0f)) : found;
+    const vf some = from_bf16(weight + at);
+    return plus_one ? add(some, set1(1.0f)) : some;
 }
 
 // 1 / sqrt(mean of squares + eps) of x [columns].
@@ -53,19 +46,7 @@ inline float inverse_rms(const uint16_t* x, int64_t columns, float eps) {
     return 1.0f / __builtin_sqrtf(sum(squares) / (float)columns + eps);
 }
 
-// total = x + added, where `added` is not null; out = RMSNorm(total) * weight. All [rows, columns].
-struct Norm {
-    const uint16_t *x, *added, *weight;
-    uint16_t *total, *out;
-    float eps;
-    bool plus_one;
-    int64_t rows, columns;
-
-    explicit Norm(const int64_t* given)
-        : x((const uint16_t*)given[0]), added((const uint16_t*)given[1]), weight((const uint16_t*)given[2]),
-          total((uint16_t*)given[3]), out((uint16_t*)given[4]), eps(float_of(given[5])), plus_one(given[6] != 0),
-          rows(given[7]), columns(given[8]) {}
-
+struct Norm : moedge_norm {
     void row(int64_t r) const {
         const uint16_t* from = x + r * columns;
         if (added != nullptr) {
@@ -79,26 +60,12 @@ struct Norm {
     }
 };
 
-void norm(const int64_t* given, int64_t* counters) {
-    const Norm norm(given);
+void run(const Norm& norm, int64_t* counters) {
     for (Range some; (some = take_rows(counters, norm.rows, ROWS_OF_ITEM)).begin < norm.rows;)
         for (int64_t r = some.begin; r < some.end; r++) norm.row(r);
 }
 
-// Heads [rows, heads, dim] of queries or keys, in place: RMSNorm of each head where there is a weight, then rotary
-// embedding of the first `rotary` elements, halves against each other. cos and sin are [rows, rotary].
-struct Heads {
-    uint16_t* x;
-    int64_t heads;
-    const uint16_t* weight;
-    float eps;
-    bool plus_one;
-
-    static constexpr int64_t FIELDS = 5;
-    explicit Heads(const int64_t* given)
-        : x((uint16_t*)given[0]), heads(given[1]), weight((const uint16_t*)given[2]), eps(float_of(given[3])),
-          plus_one(given[4] != 0) {}
-
+struct HeadRows : moedge_head_rows {
     void rotate(int64_t r, int64_t dim, int64_t rotary, const uint16_t* cos, const uint16_t* sin) const {
         const int64_t half = rotary / 2;
         for (int64_t h = 0; h < heads; h++) {
@@ -118,61 +85,36 @@ struct Heads {
     }
 };
 
-// Keys and values [rows, heads, dim] of a pass go into a cache of bfloat16: [blocks, heads, block, dim].
-struct Cache {
-    const uint16_t *keys, *values;
-    uint16_t *key_codes, *value_codes;
-    const int64_t* slots;
-    int64_t heads, dim, block;
+struct Heads : moedge_heads {
+    void row(int64_t r) const {
+        HeadRows{queries}.rotate(r, dim, rotary, cos + r * rotary, sin + r * rotary);
+        HeadRows{keys}.rotate(r, dim, rotary, cos + r * rotary, sin + r * rotary);
+        if (key_codes != nullptr) store(r);
+    }
 
-    explicit Cache(const int64_t* given)
-        : keys((const uint16_t*)given[0]), values((const uint16_t*)given[1]), key_codes((uint16_t*)given[2]),
-          value_codes((uint16_t*)given[3]), slots((const int64_t*)given[4]), heads(given[5]), dim(given[6]),
-          block(given[7]) {}
-
-    void put(int64_t r) const {
+    void store(int64_t r) const {
         const int64_t id = slots[r] / block, offset = slots[r] % block;
-        for (int64_t h = 0; h < heads; h++) {
-            const int64_t to = ((id * heads + h) * block + offset) * dim, from = (r * heads + h) * dim;
-            memcpy(key_codes + to, keys + from, (size_t)dim * 2);
+        for (int64_t h = 0; h < keys.heads; h++) {
+            const int64_t to = ((id * keys.heads + h) * block + offset) * dim, from = (r * keys.heads + h) * dim;
+            memcpy(key_codes + to, keys.x + from, (size_t)dim * 2);
             memcpy(value_codes + to, values + from, (size_t)dim * 2);
         }
     }
 };
 
-// `given`: rows, dim, rotary, cos, sin; Heads of queries and of keys; then whether a Cache follows, and it.
-void heads(const int64_t* given, int64_t* counters) {
-    const int64_t rows = given[0], dim = given[1], rotary = given[2];
-    const uint16_t *cos = (const uint16_t*)given[3], *sin = (const uint16_t*)given[4];
-    const Heads queries(given + 5), keys(given + 5 + Heads::FIELDS);
-    const int64_t* stores = given + 5 + 2 * Heads::FIELDS;
-    const Cache cache(stores + 1);
-    for (Range some; (some = take_rows(counters, rows, 1)).begin < rows;) {
-        const int64_t r = some.begin;
-        queries.rotate(r, dim, rotary, cos + r * rotary, sin + r * rotary);
-        keys.rotate(r, dim, rotary, cos + r * rotary, sin + r * rotary);
-        if (*stores) cache.put(r);
-    }
+void run(const Heads& heads, int64_t* counters) {
+    for (Range some; (some = take_rows(counters, heads.rows, 1)).begin < heads.rows;) heads.row(some.begin);
 }
 
-// Scores of experts: logits [rows, E] = x [rows, columns] times weight [E, columns] transposed.
-struct Router {
-    const uint16_t *x, *weight;
-    float* logits;
-    int64_t rows, columns, experts;
-
-    explicit Router(const int64_t* given)
-        : x((const uint16_t*)given[0]), weight((const uint16_t*)given[1]), logits((float*)given[2]), rows(given[3]),
-          columns(given[4]), experts(given[5]) {}
-
+struct Router : moedge_router {
     // What an item computes: rows that stay in a core's second cache while all experts are multiplied by them.
     static constexpr int64_t EXPERTS = 4, ROWS = 64;
 
-    template <int ROWS, int MANY>
+    template <int COUNT, int MANY>
     void block(int64_t row, int64_t expert) const {
-        vf sums[ROWS][MANY];
+        vf sums[COUNT][MANY];
 #pragma GCC unroll 16
-        for (int r = 0; r < ROWS; r++)
+        for (int r = 0; r < COUNT; r++)
 #pragma GCC unroll 16
             for (int e = 0; e < MANY; e++) sums[r][e] = set1(0.0f);
         for (int64_t i = 0; i < columns; i += W) {
@@ -180,13 +122,13 @@ struct Router {
 #pragma GCC unroll 16
             for (int e = 0; e < MANY; e++) scores[e] = from_bf16(weight + (expert + e) * columns + i);
 #pragma GCC unroll 16
-            for (int r = 0; r < ROWS; r++) {
+            for (int r = 0; r < COUNT; r++) {
                 const vf part = from_bf16(x + (row + r) * columns + i);
 #pragma GCC unroll 16
                 for (int e = 0; e < MANY; e++) sums[r][e] = fma(scores[e], part, sums[r][e]);
             }
         }
-        for (int r = 0; r < ROWS; r++)
+        for (int r = 0; r < COUNT; r++)
             for (int e = 0; e < MANY; e++) logits[(row + r) * experts + expert + e] = sum(sums[r][e]);
     }
 
@@ -197,8 +139,7 @@ struct Router {
     }
 };
 
-void router(const int64_t* given, int64_t* counters) {
-    const Router router(given);
+void run(const Router& router, int64_t* counters) {
     const int64_t items = (router.experts + Router::EXPERTS - 1) / Router::EXPERTS;
     const int64_t blocks = (router.rows + Router::ROWS - 1) / Router::ROWS;
     for (Range some; (some = take_rows(counters, blocks * items, 1)).begin < blocks * items;) {
@@ -210,71 +151,43 @@ void router(const int64_t* given, int64_t* counters) {
     }
 }
 
-// The experts of every row, by the largest logits, of equal ones the first: ids and weights [rows, most]. Weights are
-// softmax over all experts, or with `normalised` over those that were chosen.
-struct Choice {
-    const float* logits;
-    int64_t* ids;
-    float* weights;
-    int64_t rows, experts, most;
-    bool normalised;
-
-    explicit Choice(const int64_t* given)
-        : logits((const float*)given[0]), ids((int64_t*)given[1]), weights((float*)given[2]), rows(given[3]),
-          experts(given[4]), most(given[5]), normalised(given[6] != 0) {}
-
+struct Choice : moedge_choice {
     void row(int64_t r) const {
         const float* from = logits + r * experts;
-        int64_t* chosen = ids + r * most;
-        float* given = weights + r * most;
+        int64_t* best = ids + r * chosen;
+        float* scores = weights + r * chosen;
         // Insertion into the list of the best ones so far. A logit that is NaN enters only while the list is short.
         int64_t count = 0;
         for (int64_t e = 0; e < experts; e++) {
-            if (count == most && !(from[e] > given[most - 1])) continue;
-            int64_t at = count < most ? count++ : most - 1;
-            for (; at > 0 && from[e] > given[at - 1]; at--) {
-                given[at] = given[at - 1];
-                chosen[at] = chosen[at - 1];
+            if (count == chosen && !(from[e] > scores[chosen - 1])) continue;
+            int64_t at = count < chosen ? count++ : chosen - 1;
+            for (; at > 0 && from[e] > scores[at - 1]; at--) {
+                scores[at] = scores[at - 1];
+                best[at] = best[at - 1];
             }
-            given[at] = from[e];
-            chosen[at] = e;
+            scores[at] = from[e];
+            best[at] = e;
         }
-        const float peak = given[0];
+        const float peak = scores[0];
         float total = 0;
         if (!normalised)
             for (int64_t e = 0; e < experts; e++) total += exponential(from[e] - peak);
-        for (int64_t a = 0; a < most; a++) {
-            given[a] = exponential(given[a] - peak);
-            if (normalised) total += given[a];
+        for (int64_t a = 0; a < chosen; a++) {
+            scores[a] = exponential(scores[a] - peak);
+            if (normalised) total += scores[a];
         }
-        for (int64_t a = 0; a < most; a++) given[a] /= total;
+        for (int64_t a = 0; a < chosen; a++) scores[a] /= total;
     }
-
-    static float exponential(float x) { return exp2(x * 1.44269504f); }
 };
 
-void choose(const int64_t* given, int64_t* counters) {
-    const Choice choice(given);
+void run(const Choice& choice, int64_t* counters) {
     for (Range some; (some = take_rows(counters, choice.rows, ROWS_OF_ITEM)).begin < choice.rows;)
         for (int64_t r = some.begin; r < some.end; r++) choice.row(r);
 }
 
-// Sorts assignments [rows, most] by expert, and describes the experts that are wanted as jobs of moedge_experts, one for
-// each MOEDGE_MOST_ROWS rows at most.
-// `table` [experts, 18] has both matrices of every expert; `nbytes` is the scratch of a row.
-struct Groups {
-    const int64_t *ids, *table;
-    int64_t *counts, *token_ids, *assignment_rows, *given_experts, *jobs;
-    int64_t rows, most, experts, nbytes;
-
-    static constexpr int64_t MATRICES = 18, FIELDS = 3 + MATRICES, NUM_JOBS = 8;
-    explicit Groups(const int64_t* given)
-        : ids((const int64_t*)given[0]), table((const int64_t*)given[1]), counts((int64_t*)given[2]),
-          token_ids((int64_t*)given[3]), assignment_rows((int64_t*)given[4]), given_experts((int64_t*)given[5]),
-          jobs((int64_t*)given[6]), rows(given[7]), most(given[8]), experts(given[9]), nbytes(given[10]) {}
-
+struct Grouping : moedge_grouping {
     void group() const {
-        const int64_t assignments = rows * most;
+        const int64_t assignments = rows * chosen;
         for (int64_t e = 0; e < experts; e++) counts[e] = 0;
         for (int64_t a = 0; a < assignments; a++) counts[ids[a]]++;
         int64_t first = 0, number = 0;
@@ -284,60 +197,41 @@ struct Groups {
             const int64_t at_once = (counts[e] + parts - 1) / parts;
             // From here on the expert's next row.
             counts[e] = first;
-            for (int64_t rows_left; (rows_left = end - first) > 0; first += at_once < rows_left ? at_once : rows_left) {
-                int64_t* job = jobs + number++ * FIELDS;
-                job[0] = first;
-                job[1] = at_once < rows_left ? at_once : rows_left;
-                job[2] = first * nbytes;
-                memcpy(job + 3, table + e * MATRICES, MATRICES * sizeof(int64_t));
-            }
+            for (int64_t rows_left; (rows_left = end - first) > 0; first += at_once < rows_left ? at_once : rows_left)
+                mixture->jobs[number++] = {first, at_once < rows_left ? at_once : rows_left, first * row_nbytes, table[e]};
         }
-        given_experts[NUM_JOBS] = number;
+        mixture->num_jobs = number;
         for (int64_t a = 0; a < assignments; a++) {
             const int64_t row = counts[ids[a]]++;
             assignment_rows[a] = row;
-            token_ids[row] = a / most;
+            token_ids[row] = a / chosen;
         }
         for (int64_t e = 0; e < experts; e++) counts[e] = 0;
         for (int64_t a = 0; a < assignments; a++) counts[ids[a]]++;
     }
 };
 
-// out [rows, columns] = residual + the sum of each row's experts, weighed, in the order in which they were chosen.
-struct Combination {
-    const uint16_t *outputs, *residual;
-    const int64_t* assignment_rows;
-    const float* weights;
-    uint16_t* out;
-    int64_t rows, most, columns;
-
-    explicit Combination(const int64_t* given)
-        : outputs((const uint16_t*)given[0]), residual((const uint16_t*)given[1]), assignment_rows((const int64_t*)given[2]),
-          weights((const float*)given[3]), out((uint16_t*)given[4]), rows(given[5]), most(given[6]), columns(given[7]) {}
-
+struct Combination : moedge_combination {
     void row(int64_t r) const {
         for (int64_t i = 0; i < columns; i += W) {
             vf total = set1(0.0f);
-            for (int64_t a = r * most; a < (r + 1) * most; a++)
+            for (int64_t a = r * chosen; a < (r + 1) * chosen; a++)
                 total = fma(set1(weights[a]), from_bf16(outputs + assignment_rows[a] * columns + i), total);
             to_bf16(add(total, from_bf16(residual + r * columns + i)), out + r * columns + i);
         }
     }
 };
 
-void combine(const int64_t* given, int64_t* counters) {
-    const Combination combination(given);
+void run(const Combination& combination, int64_t* counters) {
     for (Range some; (some = take_rows(counters, combination.rows, ROWS_OF_ITEM)).begin < combination.rows;)
         for (int64_t r = some.begin; r < some.end; r++) combination.row(r);
 }
 
-// Attention: the address of its arguments, items, items that are taken at once, the address of a counter of threads,
-// scratch that begins at a multiple of 64, and its bytes for one thread.
 template <class Kernel>
-void attend(const int64_t* given, int64_t* counters, int64_t thread, Kernel kernel) {
-    char* scratch = (char*)given[3] + thread * given[4];
-    for (Range some; (some = take_rows(counters, given[1], given[2])).begin < given[1];)
-        kernel((const moedge_attention*)given[0], some.begin, some.end, scratch);
+void attend(const moedge_attention_step& step, int64_t* counters, int64_t thread, Kernel kernel) {
+    char* scratch = step.scratch + thread * step.thread_nbytes;
+    for (Range some; (some = take_rows(counters, step.items, step.at_once)).begin < step.items;)
+        kernel(step.attention, some.begin, some.end, scratch);
 }
 
 // Whether all threads that entered a step have left it.
@@ -347,44 +241,46 @@ bool is_over(const int64_t* counters) {
     return left == __atomic_load_n(counters + ENTERED, __ATOMIC_SEQ_CST);
 }
 
-enum step { MULTIPLY, EXPERTS, NORM, HEADS, ROUTER, CHOOSE, GROUP, COMBINE, ATTEND, REDUCE };
+// The arguments of a step with the functions that compute them.
+template <class Arguments, class Struct>
+Arguments as(const void* arguments) {
+    return Arguments{*(const Struct*)arguments};
+}
 
-void run(int64_t kind, const int64_t* given, int64_t* counters, int64_t thread) {
-    switch (kind) {
-        case MULTIPLY: return MOEDGE_NAMED(moedge_multiply)(given);
-        case EXPERTS: return MOEDGE_NAMED(moedge_experts)(given);
-        case NORM: return norm(given, counters);
-        case HEADS: return heads(given, counters);
-        case ROUTER: return router(given, counters);
-        case CHOOSE: return choose(given, counters);
-        case GROUP:
-            if (take_rows(counters, 1, 1).begin == 0) Groups(given).group();
+void run(const moedge_step& step, int64_t* counters, int64_t thread) {
+    using Kind = moedge_kind;
+    const void* const arguments = step.arguments;
+    switch (step.kind) {
+        case Kind::MULTIPLY: return MOEDGE_NAMED(moedge_multiply)((const moedge_product*)arguments);
+        case Kind::EXPERTS: return MOEDGE_NAMED(moedge_experts)((const moedge_mixture*)arguments);
+        case Kind::NORM: return run(as<Norm, moedge_norm>(arguments), counters);
+        case Kind::HEADS: return run(as<Heads, moedge_heads>(arguments), counters);
+        case Kind::ROUTER: return run(as<Router, moedge_router>(arguments), counters);
+        case Kind::CHOOSE: return run(as<Choice, moedge_choice>(arguments), counters);
+        case Kind::GROUP:
+            if (take_rows(counters, 1, 1).begin == 0) as<Grouping, moedge_grouping>(arguments).group();
             return;
-        case COMBINE: return combine(given, counters);
-        case ATTEND: return attend(given, counters, thread, MOEDGE_NAMED(moedge_attend));
-        case REDUCE: return attend(given, counters, thread, MOEDGE_NAMED(moedge_attend_reduce));
+        case Kind::COMBINE: return run(as<Combination, moedge_combination>(arguments), counters);
+        case Kind::ATTEND:
+            return attend(*(const moedge_attention_step*)arguments, counters, thread, MOEDGE_NAMED(moedge_attend));
+        case Kind::REDUCE:
+            return attend(*(const moedge_attention_step*)arguments, counters, thread, MOEDGE_NAMED(moedge_attend_reduce));
     }
 }
 
 }  // namespace
 
-// `given`: the number of steps, the address of a counter of threads, the address of all steps' counters, which are 0;
-// then for every step what it is, the address of its arguments, and whether the next one has to wait for it and for
-// those before it.
-extern "C" void MOEDGE_NAMED(moedge_steps)(const int64_t* given) {
-    const int64_t count = given[0];
-    const int64_t thread = __atomic_fetch_add((int64_t*)given[1], 1, __ATOMIC_RELAXED);
-    int64_t* all = (int64_t*)given[2];
-    for (int64_t s = 0, first = 0; s < count; s++) {
-        const int64_t* step = given + 3 + 3 * s;
-        int64_t* counters = all + s * COUNTERS;
+extern "C" void MOEDGE_NAMED(moedge_steps)(const moedge_run* steps) {
+    const int64_t thread = __atomic_fetch_add(steps->threads, 1, __ATOMIC_RELAXED);
+    for (int64_t s = 0, first = 0; s < steps->num_steps; s++) {
+        int64_t* counters = steps->counters + s * MOEDGE_STEP_COUNTERS;
         // A thread that comes after the last item was taken finds none. One that took an item had entered before, so
         // that whoever finds none left sees it here until it has left.
         __atomic_fetch_add(counters + ENTERED, 1, __ATOMIC_SEQ_CST);
-        run(step[0], (const int64_t*)step[1], counters, thread);
+        run(steps->steps[s], counters, thread);
         __atomic_fetch_add(counters + LEFT, 1, __ATOMIC_SEQ_CST);
-        if (!step[2]) continue;
+        if (!steps->steps[s].waits) continue;
         for (; first <= s; first++)
-            while (!is_over(all + first * COUNTERS)) sched_yield();
+            while (!is_over(steps->counters + first * MOEDGE_STEP_COUNTERS)) sched_yield();
     }
 }

@@ -27,9 +27,12 @@ constexpr int64_t MOST_PART = 128;
 // The columns that are widened at a time where several blocks of rows are multiplied by them: half of a first cache.
 constexpr int64_t MOST_WIDENED = 256;
 
-enum values { INT4 = 0, NF4 = 1, E2M1 = 2, INT8 = 3 };
-enum scales { BF16 = 0, F16 = 1, F32 = 2, E8M0 = 3, BF16_PAIRS = 4, ANY = 5 };
+using Type = moedge_codes;
+using Scales = moedge_scales;
+// Where code serves all of them.
+constexpr Scales ANY = Scales(-1);
 
+// By the type of codes.
 constexpr float TABLES[3][16] = {
     {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7},
     // nf4.LEVELS; bfloat16 where products are of bfloat16.
@@ -39,31 +42,13 @@ constexpr float TABLES[3][16] = {
     {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6},
 };
 
-#if MOEDGE_LEVEL >= 2
-inline vf powers_of_two(const uint8_t* from) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from)), 23));
-}
-inline vf small_integers(const uint8_t* from) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from)));
-}
+inline vf powers_of_two(const uint8_t* from) { return (vf)left_by(from_bytes(from), 23); }
+inline vf small_integers(const uint8_t* from) { return to_floats(from_bytes(from)); }
 inline void pairs_of_bf16(const uint16_t* from, vf& first, vf& second) {
-    const __m512i both = _mm512_loadu_si512(from);
-    first = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
-    second = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(int(0xffff0000))));
+    const vi both = load_bytes(from);
+    first = (vf)left_by(both, 16);
+    second = (vf)(both & all_lanes(int(0xffff0000)));
 }
-#else
-inline vf powers_of_two(const uint8_t* from) {
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from)), 23));
-}
-inline vf small_integers(const uint8_t* from) {
-    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from)));
-}
-inline void pairs_of_bf16(const uint16_t* from, vf& first, vf& second) {
-    const __m256i both = _mm256_loadu_si256((const __m256i*)from);
-    first = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
-    second = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(int(0xffff0000))));
-}
-#endif
 
 constexpr int VECTORS = OUTPUTS / W;
 
@@ -105,9 +90,9 @@ inline void add_products(vf (&sums)[VECTORS], const Pair& pair, const uint16_t* 
 
 // Makes pairs of columns from codes. The bytes of a pair of four-bit codes: byte 2 i + p has column p of row i in the
 // low bits and of row 16 + i in the high bits; of eight-bit codes, byte 2 i + p has column p of row i.
-template <int VALUES>
+template <Type VALUES>
 struct FloatCodes {
-    static constexpr int64_t NBYTES = VALUES == INT8 ? 2 * OUTPUTS : OUTPUTS;
+    static constexpr int64_t NBYTES = VALUES == Type::INT8 ? 2 * OUTPUTS : OUTPUTS;
     const uint8_t* at;
 
     // Processors do not read far enough ahead on their own. What is behind the last tile is read in vain.
@@ -115,29 +100,29 @@ struct FloatCodes {
 #if MOEDGE_LEVEL >= 2
     __m512 table;
 
-    explicit FloatCodes(const uint8_t* from) : at(from), table(_mm512_loadu_ps(TABLES[VALUES % 3])) {}
+    explicit FloatCodes(const uint8_t* from) : at(from), table(_mm512_loadu_ps(TABLES[int(VALUES) % 3])) {}
 
-    void pair(int64_t index, FloatPair& made) const {
+    void pair(int64_t index, FloatPair& out) const {
         const uint8_t* from = at + index * NBYTES;
-        if (VALUES == INT8) {
+        if (VALUES == Type::INT8) {
             for (int v = 0; v < VECTORS; v++) {
                 const __m512i both = _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i*)(from + OUTPUTS * v)));
-                made.of[0][v] = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(both, 24), 24));
-                made.of[1][v] = _mm512_cvtepi32_ps(_mm512_srai_epi32(both, 8));
+                out.of[0][v] = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(both, 24), 24));
+                out.of[1][v] = _mm512_cvtepi32_ps(_mm512_srai_epi32(both, 8));
             }
             return;
         }
         const __m512i codes = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
-        made.of[0][0] = _mm512_permutexvar_ps(codes, table);
-        made.of[1][0] = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 8), table);
-        made.of[0][1] = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), table);
-        made.of[1][1] = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 12), table);
+        out.of[0][0] = _mm512_permutexvar_ps(codes, table);
+        out.of[1][0] = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 8), table);
+        out.of[0][1] = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), table);
+        out.of[1][1] = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 12), table);
     }
 #else
     __m256 low, high;
 
     explicit FloatCodes(const uint8_t* from)
-        : at(from), low(_mm256_loadu_ps(TABLES[VALUES % 3])), high(_mm256_loadu_ps(TABLES[VALUES % 3] + 8)) {}
+        : at(from), low(_mm256_loadu_ps(TABLES[int(VALUES) % 3])), high(_mm256_loadu_ps(TABLES[int(VALUES) % 3] + 8)) {}
 
     // The entries of the low four bits.
     vf looked_up(__m256i codes) const {
@@ -145,22 +130,22 @@ struct FloatCodes {
         return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, codes), _mm256_permutevar8x32_ps(high, codes), upper);
     }
 
-    void pair(int64_t index, FloatPair& made) const {
+    void pair(int64_t index, FloatPair& out) const {
         const uint8_t* from = at + index * NBYTES;
-        if (VALUES == INT8) {
+        if (VALUES == Type::INT8) {
             for (int v = 0; v < VECTORS; v++) {
                 const __m256i both = _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i*)(from + 2 * W * v)));
-                made.of[0][v] = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(both, 24), 24));
-                made.of[1][v] = _mm256_cvtepi32_ps(_mm256_srai_epi32(both, 8));
+                out.of[0][v] = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(both, 24), 24));
+                out.of[1][v] = _mm256_cvtepi32_ps(_mm256_srai_epi32(both, 8));
             }
             return;
         }
         for (int half = 0; half < 2; half++) {
             const __m256i codes = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(from + 16 * half)));
-            made.of[0][half] = looked_up(codes);
-            made.of[1][half] = looked_up(_mm256_srli_epi32(codes, 8));
-            made.of[0][half + 2] = looked_up(_mm256_srli_epi32(codes, 4));
-            made.of[1][half + 2] = looked_up(_mm256_srli_epi32(codes, 12));
+            out.of[0][half] = looked_up(codes);
+            out.of[1][half] = looked_up(_mm256_srli_epi32(codes, 8));
+            out.of[0][half + 2] = looked_up(_mm256_srli_epi32(codes, 4));
+            out.of[1][half + 2] = looked_up(_mm256_srli_epi32(codes, 12));
         }
     }
 #endif
@@ -168,7 +153,7 @@ struct FloatCodes {
 
 #if MOEDGE_LEVEL >= 3
 // The same in bfloat16, exact but for the levels of nf4.
-template <int VALUES>
+template <Type VALUES>
 struct Codes {
     static constexpr int64_t NBYTES = FloatCodes<VALUES>::NBYTES;
     const uint8_t* at;
@@ -178,10 +163,10 @@ struct Codes {
     __m512i table;
 
     explicit Codes(const uint8_t* from) : at(from) {
-        if (VALUES == INT8) return;
+        if (VALUES == Type::INT8) return;
         alignas(64) uint16_t entries[32];
         // Twice: the fifth bit of an index is a bit of another code.
-        for (int i = 0; i < 32; i++) entries[i] = float_to_bf16(TABLES[VALUES % 3][i & 15]);
+        for (int i = 0; i < 32; i++) entries[i] = float_to_bf16(TABLES[int(VALUES) % 3][i & 15]);
         table = _mm512_load_si512(entries);
     }
 
@@ -192,20 +177,20 @@ struct Codes {
         return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(first, 16), second);
     }
 
-    void pair(int64_t index, Pair& made) const {
+    void pair(int64_t index, Pair& out) const {
         const uint8_t* from = at + index * NBYTES;
-        if (VALUES == INT8) {
-            made.of[0] = integers(from);
-            made.of[1] = integers(from + OUTPUTS);
+        if (VALUES == Type::INT8) {
+            out.of[0] = integers(from);
+            out.of[1] = integers(from + OUTPUTS);
             return;
         }
         const __m512i codes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)from));
-        made.of[0] = _mm512_permutexvar_epi16(codes, table);
-        made.of[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), table);
+        out.of[0] = _mm512_permutexvar_epi16(codes, table);
+        out.of[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), table);
     }
 };
 #else
-template <int VALUES>
+template <Type VALUES>
 using Codes = FloatCodes<VALUES>;
 #endif
 
@@ -230,35 +215,30 @@ struct Factors {
     vf scale[VECTORS], zero[VECTORS];
 };
 
-// Added to a matrix's `values` where its inputs are rounded to integers of 8 bits (tiles_integer.h).
-constexpr int64_t INTEGERS = 8;
-
-// A matrix [rows, columns], as Python describes it (matmul/tiled.py).
-struct Matrix {
-    const uint8_t *codes, *scales, *zeros;
+// A matrix with the bias of its products, whose inputs may be rounded to integers of 8 bits (tiles_integer.h): levels of
+// NF4 are none.
+struct Matrix : moedge_matrix {
+    Type type;
     const uint16_t* bias;
-    int64_t rows, columns, group, values, scales_kind;
     bool integers;
 
-    explicit Matrix(const int64_t* given)
-        : codes((const uint8_t*)given[1]), scales((const uint8_t*)given[2]), zeros((const uint8_t*)given[3]),
-          bias((const uint16_t*)given[0]), rows(given[4]), columns(given[5]), group(given[6]),
-          values(given[7] % INTEGERS), scales_kind(given[8]), integers(given[7] >= INTEGERS) {}
+    explicit Matrix(const moedge_matrix& matrix, const uint16_t* of_products = nullptr, bool rounds = false)
+        : moedge_matrix(matrix), type(matrix.codes_type), bias(of_products), integers(rounds && type != Type::NF4) {}
 
     int64_t tiles() const { return rows / OUTPUTS; }
 
-    // Of group `at` of a tile. KIND is the matrix's scales_kind; ANY, with or without zero points, is slower.
-    template <int KIND>
+    // Of group `at` of a tile. SCALES is the matrix's scales_type; ANY, with or without zero points, is slower.
+    template <Scales SCALES>
     void factors(int64_t tile, int64_t at, Factors& found) const {
         // All scales of a tile are adjacent: those of its first group, of its second, and so on.
         const int64_t item = (tile * (columns / group) + at) * OUTPUTS;
         for (int v = 0; v < VECTORS; v++) {
             const int64_t first = item + v * W;
-            if (KIND == BF16_PAIRS) {
+            if (SCALES == Scales::PAIRS) {
                 pairs_of_bf16((const uint16_t*)scales + 2 * first, found.scale[v], found.zero[v]);
-            } else if (KIND == BF16) {
+            } else if (SCALES == Scales::BFLOAT16) {
                 found.scale[v] = from_bf16((const uint16_t*)scales + first);
-            } else if (KIND == E8M0) {
+            } else if (SCALES == Scales::UINT8) {
                 found.scale[v] = powers_of_two(scales + first);
             } else {
                 any_factors(first, found.scale[v], found.zero[v]);
@@ -267,9 +247,9 @@ struct Matrix {
     }
 
     void any_factors(int64_t first, vf& scale, vf& zero) const {
-        if (scales_kind == BF16) scale = from_bf16((const uint16_t*)scales + first);
-        if (scales_kind == F16) scale = from_half((const uint16_t*)scales + first);
-        if (scales_kind == F32) scale = load((const float*)scales + first);
+        if (scales_type == Scales::BFLOAT16) scale = from_bf16((const uint16_t*)scales + first);
+        if (scales_type == Scales::FLOAT16) scale = from_half((const uint16_t*)scales + first);
+        if (scales_type == Scales::FLOAT32) scale = load((const float*)scales + first);
         if (zeros != nullptr) zero = mul(sub(set1(8), small_integers(zeros + first)), scale);
     }
 };
@@ -282,14 +262,14 @@ struct Inputs {
     int64_t rows;
 };
 
-// Adds the products of ROWS rows from `first` with the columns of the chunks `begin` to `end`, whole parts of groups, to
+// Adds the products of COUNT rows from `first` with the columns of the chunks `begin` to `end`, whole parts of groups, to
 // `results` [rows, OUTPUTS]. `source` begins with the first chunk. Results stay in registers where there are enough.
-template <int KIND, int ROWS, class Source>
+template <Scales SCALES, int COUNT, class Source>
 void add_rows(float* results, const Source& source, const Matrix& matrix, int64_t tile, const Inputs& in, int64_t first,
               int64_t begin, int64_t end) {
-    constexpr bool KEPT = ROWS <= ROWS_AT_ONCE;
-    constexpr int KEPT_ROWS = KEPT ? ROWS : 1;
-    const bool has_zeros = KIND == BF16_PAIRS || (KIND == ANY && matrix.zeros != nullptr);
+    constexpr bool KEPT = COUNT <= ROWS_AT_ONCE;
+    constexpr int KEPT_ROWS = KEPT ? COUNT : 1;
+    const bool has_zeros = SCALES == Scales::PAIRS || (SCALES == ANY && matrix.zeros != nullptr);
     const int64_t of_group = matrix.group / CHUNK;
     int64_t group = begin / of_group, left = of_group - begin % of_group;
     results += first * OUTPUTS;
@@ -299,9 +279,9 @@ void add_rows(float* results, const Source& source, const Matrix& matrix, int64_
         for (int v = 0; v < VECTORS; v++) kept[r][v] = load(results + r * OUTPUTS + v * W);
     for (int64_t at = begin, chunks; at < end; at += chunks) {
         chunks = left < MOST_PART / CHUNK ? left : MOST_PART / CHUNK;
-        vf sums[ROWS][VECTORS];
+        vf sums[COUNT][VECTORS];
 #pragma GCC unroll 16
-        for (int r = 0; r < ROWS; r++)
+        for (int r = 0; r < COUNT; r++)
             for (int v = 0; v < VECTORS; v++) sums[r][v] = set1(0.0f);
         for (int64_t c = 0; c < chunks; c++) {
             const uint16_t* x = in.x + ((at + c) * in.rows + first) * CHUNK;
@@ -311,14 +291,14 @@ void add_rows(float* results, const Source& source, const Matrix& matrix, int64_
                 source.prefetch(from + p);
                 source.pair(from + p, pair);
 #pragma GCC unroll 16
-                for (int r = 0; r < ROWS; r++) add_products(sums[r], pair, x + r * CHUNK + 2 * p);
+                for (int r = 0; r < COUNT; r++) add_products(sums[r], pair, x + r * CHUNK + 2 * p);
             }
         }
         Factors factors;
-        matrix.factors<KIND>(tile, group, factors);
+        matrix.factors<SCALES>(tile, group, factors);
         if ((left -= chunks) == 0) group++, left = of_group;
 #pragma GCC unroll 16
-        for (int r = 0; r < ROWS; r++) {
+        for (int r = 0; r < COUNT; r++) {
             float total = 0;
             if (has_zeros) {
                 const float* totals = in.sums + at * in.rows + first + r;
@@ -340,22 +320,22 @@ void add_rows(float* results, const Source& source, const Matrix& matrix, int64_
         for (int v = 0; v < VECTORS; v++) store(results + r * OUTPUTS + v * W, kept[r][v]);
 }
 
-template <int KIND, class Source>
+template <Scales SCALES, class Source>
 void add_rows(int64_t rows, float* results, const Source& source, const Matrix& matrix, int64_t tile, const Inputs& in,
               int64_t first, int64_t begin, int64_t end) {
-#define MOEDGE_ROWS(n) \
+#define MOEDGE_CASE(n) \
     case n:            \
-        return add_rows<KIND, n>(results, source, matrix, tile, in, first, begin, end);
+        return add_rows<SCALES, n>(results, source, matrix, tile, in, first, begin, end);
     switch (rows) {
-        MOEDGE_ROWS(1)
+        MOEDGE_CASE(1)
 #if MOEDGE_LEVEL >= 2
-        MOEDGE_ROWS(2) MOEDGE_ROWS(3) MOEDGE_ROWS(4) MOEDGE_ROWS(5) MOEDGE_ROWS(6)
+        MOEDGE_CASE(2) MOEDGE_CASE(3) MOEDGE_CASE(4) MOEDGE_CASE(5) MOEDGE_CASE(6)
 #endif
 #if MOEDGE_LEVEL >= 3
-        MOEDGE_ROWS(7) MOEDGE_ROWS(8) MOEDGE_ROWS(9) MOEDGE_ROWS(10) MOEDGE_ROWS(11) MOEDGE_ROWS(12)
+        MOEDGE_CASE(7) MOEDGE_CASE(8) MOEDGE_CASE(9) MOEDGE_CASE(10) MOEDGE_CASE(11) MOEDGE_CASE(12)
 #endif
     }
-#undef MOEDGE_ROWS
+#undef MOEDGE_CASE
 }
 
 void add_bias(const Matrix& matrix, int64_t tile, int64_t rows, float* results) {
@@ -365,7 +345,7 @@ void add_bias(const Matrix& matrix, int64_t tile, int64_t rows, float* results) 
         for (int i = 0; i < OUTPUTS; i++) results[r * OUTPUTS + i] += bf16_to_float(bias[i]);
 }
 
-template <int VALUES, int KIND>
+template <Type VALUES, Scales SCALES>
 void multiply_tile(const Matrix& matrix, int64_t tile, const Inputs& in, float* results) {
     memset(results, 0, static_cast<size_t>(in.rows) * OUTPUTS * sizeof(float));
     const int64_t chunks = matrix.columns / CHUNK;
@@ -374,7 +354,7 @@ void multiply_tile(const Matrix& matrix, int64_t tile, const Inputs& in, float* 
         const int64_t at_once = in.rows <= MOST_DIRECT ? in.rows : (in.rows + 1) / 2;
         for (int64_t first = 0; first < in.rows; first += at_once) {
             const int64_t rest = in.rows - first;
-            add_rows<KIND>(rest < at_once ? rest : at_once, results, source, matrix, tile, in, first, 0, chunks);
+            add_rows<SCALES>(rest < at_once ? rest : at_once, results, source, matrix, tile, in, first, 0, chunks);
         }
     } else {
         constexpr int64_t SEVERAL = MOST_WIDENED / CHUNK;
@@ -385,7 +365,7 @@ void multiply_tile(const Matrix& matrix, int64_t tile, const Inputs& in, float* 
             for (int64_t p = 0; p < pairs; p++) source.pair(begin * (CHUNK / 2) + p, widened[p]);
             for (int64_t first = 0; first < in.rows; first += at_once) {
                 const int64_t rest = in.rows - first;
-                add_rows<KIND>(rest < at_once ? rest : at_once, results, Widened{widened}, matrix, tile, in, first, begin, end);
+                add_rows<SCALES>(rest < at_once ? rest : at_once, results, Widened{widened}, matrix, tile, in, first, begin, end);
             }
         }
     }
@@ -394,16 +374,16 @@ void multiply_tile(const Matrix& matrix, int64_t tile, const Inputs& in, float* 
 
 // Writes the products of all rows (MOST_ROWS at most) with one tile into `results` [rows, OUTPUTS].
 void multiply_tile(const Matrix& matrix, int64_t tile, const Inputs& in, float* results) {
-    const int kind = (int)matrix.scales_kind;
-    switch (matrix.values) {
-        case INT4:
-            if (kind == BF16_PAIRS) return multiply_tile<INT4, BF16_PAIRS>(matrix, tile, in, results);
-            return multiply_tile<INT4, ANY>(matrix, tile, in, results);
-        case NF4:
-            if (kind == BF16) return multiply_tile<NF4, BF16>(matrix, tile, in, results);
-            return multiply_tile<NF4, ANY>(matrix, tile, in, results);
-        case E2M1: return multiply_tile<E2M1, E8M0>(matrix, tile, in, results);
-        default: return multiply_tile<INT8, ANY>(matrix, tile, in, results);
+    const Scales scales = matrix.scales_type;
+    switch (matrix.type) {
+        case Type::INT4:
+            if (scales == Scales::PAIRS) return multiply_tile<Type::INT4, Scales::PAIRS>(matrix, tile, in, results);
+            return multiply_tile<Type::INT4, ANY>(matrix, tile, in, results);
+        case Type::NF4:
+            if (scales == Scales::BFLOAT16) return multiply_tile<Type::NF4, Scales::BFLOAT16>(matrix, tile, in, results);
+            return multiply_tile<Type::NF4, ANY>(matrix, tile, in, results);
+        case Type::E2M1: return multiply_tile<Type::E2M1, Scales::UINT8>(matrix, tile, in, results);
+        case Type::INT8: return multiply_tile<Type::INT8, ANY>(matrix, tile, in, results);
     }
 }
 

@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from ctypes import addressof, c_int64, c_void_p
+from ctypes import POINTER, byref
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from .interface import ENUMS, NativeMatrix, NativeTilesWidening
 from .library import available, function
 
-# Enums of tiles.h.
-_VALUES = {"int4": 0, "nf4": 1, "e2m1": 2, "int8": 3}
-_SCALES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.uint8: 3}
-_PAIRS = 4
+_CODES, _SCALES = ENUMS["codes"], ENUMS["scales"]
 
 
-def matrix_numbers(codes: str, planes: tuple[Tensor, ...], num_columns: int) -> tuple[int, ...]:
-    """The numbers that describe a matrix [N, K] of such codes, of whole tiles, behind that of its bias."""
+def native_matrix(codes: str, planes: tuple[Tensor, ...], num_columns: int) -> NativeMatrix:
+    """A matrix [N, K] of such codes, of whole tiles, as the kernels take it."""
     scales, *zeros = planes[1:]
     group = num_columns // scales.shape[1] if scales.dim() > 1 else num_columns
-    return (
-        planes[0].data_ptr(),
-        scales.data_ptr(),
-        zeros[0].data_ptr() if zeros else 0,
-        len(planes[0]),
-        num_columns,
-        group,
-        _VALUES[codes],
-        _PAIRS if scales.dim() == 3 else _SCALES[scales.dtype],
+    return NativeMatrix(
+        codes=planes[0].data_ptr(),
+        scales=scales.data_ptr(),
+        zeros=zeros[0].data_ptr() if zeros else None,
+        rows=len(planes[0]),
+        columns=num_columns,
+        group=group,
+        codes_type=_CODES[codes],
+        scales_type=_SCALES["pairs" if scales.dim() == 3 else str(scales.dtype).removeprefix("torch.")],
     )
 
 
@@ -43,11 +41,10 @@ def widen(codes: str, planes: tuple[Tensor, ...], out: Tensor) -> bool:
         return False
     if not all(each.is_contiguous() for each in (out, *planes)):
         return False
-    given = (c_int64 * 10)(0, *matrix_numbers(codes, planes, out.shape[1]), out.data_ptr())
-    _function()(addressof(given))
+    _function()(byref(NativeTilesWidening(native_matrix(codes, planes, out.shape[1]), out.data_ptr())))
     return True
 
 
 @cache
-def _function() -> Callable[[int], None]:
-    return function("moedge_widen_tiles", [c_void_p])
+def _function() -> Callable[..., None]:
+    return function("moedge_widen_tiles", [POINTER(NativeTilesWidening)])

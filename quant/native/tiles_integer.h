@@ -13,40 +13,8 @@
 
 namespace {
 
-#if MOEDGE_LEVEL >= 2
-using vi = __m512i;
-inline vi load_bytes(const void* p) { return _mm512_loadu_si512(p); }
-inline vi all_bytes(int x) { return _mm512_set1_epi8(char(x)); }
-inline vi all_words(int x) { return _mm512_set1_epi16(short(x)); }
-inline vi all_lanes(int x) { return _mm512_set1_epi32(x); }
-inline vi mask(vi x, vi bits) { return _mm512_and_si512(x, bits); }
-inline vi high_nibbles(vi x) { return mask(_mm512_srli_epi16(x, 4), all_bytes(15)); }
-inline vf to_floats(vi x) { return _mm512_cvtepi32_ps(x); }
-inline vi add_lanes(vi a, vi b) { return _mm512_add_epi32(a, b); }
-inline vi pairs_of_products(vi bytes, vi integers) { return _mm512_maddubs_epi16(bytes, integers); }
-inline vi sums_of_pairs(vi words, vi factors) { return _mm512_madd_epi16(words, factors); }
-inline vi looked_up(vi table, vi codes) { return _mm512_shuffle_epi8(table, codes); }
-inline vi table_of(const uint8_t* entries) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)entries)); }
-inline void store_rounded(vf x, int32_t* to) { _mm512_storeu_si512(to, _mm512_cvtps_epi32(x)); }
-#else
-using vi = __m256i;
-inline vi load_bytes(const void* p) { return _mm256_loadu_si256((const vi*)p); }
-inline vi all_bytes(int x) { return _mm256_set1_epi8(char(x)); }
-inline vi all_words(int x) { return _mm256_set1_epi16(short(x)); }
-inline vi all_lanes(int x) { return _mm256_set1_epi32(x); }
-inline vi mask(vi x, vi bits) { return _mm256_and_si256(x, bits); }
-inline vi high_nibbles(vi x) { return mask(_mm256_srli_epi16(x, 4), all_bytes(15)); }
-inline vf to_floats(vi x) { return _mm256_cvtepi32_ps(x); }
-inline vi add_lanes(vi a, vi b) { return _mm256_add_epi32(a, b); }
-inline vi pairs_of_products(vi bytes, vi integers) { return _mm256_maddubs_epi16(bytes, integers); }
-inline vi sums_of_pairs(vi words, vi factors) { return _mm256_madd_epi16(words, factors); }
-inline vi looked_up(vi table, vi codes) { return _mm256_shuffle_epi8(table, codes); }
-inline vi table_of(const uint8_t* entries) { return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)entries)); }
-inline void store_rounded(vf x, int32_t* to) { _mm256_storeu_si256((vi*)to, _mm256_cvtps_epi32(x)); }
-#endif
-
 // What has to be subtracted from codes.
-constexpr int32_t offset_of(int64_t values) { return values == INT8 ? 128 : values == E2M1 ? 12 : 8; }
+constexpr int32_t offset_of(Type type) { return type == Type::INT8 ? 128 : type == Type::E2M1 ? 12 : 8; }
 
 // Adds to each lane of `sum` the products of its four bytes, without sign, and four integers that all lanes meet. Bytes have
 // at most five bits unless they are `WHOLE`: products of two whole ones would not fit 16 bits.
@@ -63,7 +31,7 @@ inline vi add_products(vi sum, vi bytes, vi integers) {
 }
 
 // Bytes of codes that are requested before they are multiplied, into the second cache: requests for the first one cost a
-// Zen 4 a seventh of the time with one row (docs/performance-log.md, "A pass of one sequence").
+// Zen 4 a seventh of the time with one row (bench/results/log.md, "A pass of one sequence").
 constexpr int64_t INTEGERS_AHEAD = 8192;
 
 // Four columns of a tile's codes: a lane of 32 bits has those of one output.
@@ -72,9 +40,9 @@ struct Quad {
 };
 
 // Quads from codes, whose order Codes in tiles.h describes.
-template <int VALUES>
+template <Type VALUES>
 struct Quads {
-    static constexpr int64_t NBYTES = VALUES == INT8 ? 4 * OUTPUTS : 2 * OUTPUTS;
+    static constexpr int64_t NBYTES = VALUES == Type::INT8 ? 4 * OUTPUTS : 2 * OUTPUTS;
     const uint8_t* at;
     vi table;
 
@@ -89,7 +57,7 @@ struct Quads {
         for (int64_t line = 0; line < NBYTES; line += 64) _mm_prefetch(from + line, _MM_HINT_T1);
     }
 
-    vi numbers(vi codes) const { return VALUES == E2M1 ? looked_up(table, codes) : codes; }
+    vi numbers(vi codes) const { return VALUES == Type::E2M1 ? looked_up(table, codes) : codes; }
 
     // Lanes of two bytes of the first and two of the second pair of columns, W outputs in each result.
 #if MOEDGE_LEVEL >= 2
@@ -99,20 +67,20 @@ struct Quads {
         return _mm512_load_si512(order);
     }
 
-    void quad(int64_t index, Quad& made) const {
+    void quad(int64_t index, Quad& out) const {
         const uint8_t* from = at + index * NBYTES;
-        if (VALUES == INT8) {
+        if (VALUES == Type::INT8) {
             for (int v = 0; v < 2; v++) {
                 const __m256i first = _mm256_loadu_si256((const __m256i*)(from + 32 * v));
                 const __m256i second = _mm256_loadu_si256((const __m256i*)(from + 64 + 32 * v));
                 const vi both = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
-                made.of[v] = _mm512_xor_si512(_mm512_permutexvar_epi16(words_of_both(), both), all_bytes(-128));
+                out.of[v] = _mm512_xor_si512(_mm512_permutexvar_epi16(words_of_both(), both), all_bytes(-128));
             }
             return;
         }
         const vi both = _mm512_permutexvar_epi16(words_of_both(), load_bytes(from));
-        made.of[0] = numbers(mask(both, all_bytes(15)));
-        made.of[1] = numbers(high_nibbles(both));
+        out.of[0] = numbers(mask(both, all_bytes(15)));
+        out.of[1] = numbers(high_nibbles(both));
     }
 #else
     static void interleave(const uint8_t* first, const uint8_t* second, vi& low, vi& high) {
@@ -122,20 +90,20 @@ struct Quads {
         high = _mm256_permute2x128_si256(x, y, 0x31);
     }
 
-    void quad(int64_t index, Quad& made) const {
+    void quad(int64_t index, Quad& out) const {
         const uint8_t* from = at + index * NBYTES;
-        if (VALUES == INT8) {
+        if (VALUES == Type::INT8) {
             for (int half = 0; half < 2; half++) {
-                interleave(from + 32 * half, from + 64 + 32 * half, made.of[2 * half], made.of[2 * half + 1]);
-                for (int v = 2 * half; v < 2 * half + 2; v++) made.of[v] = _mm256_xor_si256(made.of[v], all_bytes(-128));
+                interleave(from + 32 * half, from + 64 + 32 * half, out.of[2 * half], out.of[2 * half + 1]);
+                for (int v = 2 * half; v < 2 * half + 2; v++) out.of[v] = _mm256_xor_si256(out.of[v], all_bytes(-128));
             }
             return;
         }
         vi both[2];
         interleave(from, from + OUTPUTS, both[0], both[1]);
         for (int v = 0; v < 2; v++) {
-            made.of[v] = numbers(mask(both[v], all_bytes(15)));
-            made.of[2 + v] = numbers(high_nibbles(both[v]));
+            out.of[v] = numbers(mask(both[v], all_bytes(15)));
+            out.of[2 + v] = numbers(high_nibbles(both[v]));
         }
     }
 #endif
@@ -157,12 +125,12 @@ struct IntegerInputs {
     int32_t* starts;
     int64_t rows;
 
-    IntegerInputs(char* at, int64_t num_rows, int64_t columns)
-        : x((int8_t*)at), scales((float*)(x + num_rows * columns)), sums(scales + num_rows * (columns / CHUNK)),
+    IntegerInputs(char* scratch, int64_t num_rows, int64_t columns)
+        : x((int8_t*)scratch), scales((float*)(x + num_rows * columns)), sums(scales + num_rows * (columns / CHUNK)),
           starts((int32_t*)(sums + num_rows * (columns / CHUNK))), rows(num_rows) {}
 
-    // Rounds a chunk of a row, for products with a matrix of `values`. Results with a number that is not finite are NaN.
-    void put(const vf (&numbers)[VECTORS], int64_t chunk, int64_t row, int64_t values) const {
+    // Rounds a chunk of a row, for products with a matrix of codes of this type. Results with a number that is not finite are NaN.
+    void put(const vf (&numbers)[VECTORS], int64_t chunk, int64_t row, Type type) const {
         vf most = set1(0.0f), wrong = set1(0.0f);
         for (int v = 0; v < VECTORS; v++) {
             most = max(abs(numbers[v]), most);
@@ -171,7 +139,7 @@ struct IntegerInputs {
         const float peak = largest(most), nothing = sum(wrong);
         const vf inverse = set1(peak > 1e-30f && nothing == 0 ? 127 / peak : 0.0f);
         alignas(64) int32_t rounded[CHUNK];
-        for (int v = 0; v < VECTORS; v++) store_rounded(mul(numbers[v], inverse), rounded + v * W);
+        for (int v = 0; v < VECTORS; v++) store_bytes(rounded + v * W, to_integers(mul(numbers[v], inverse)));
         const int64_t at = chunk * rows + row;
         int32_t total = 0;
         for (int i = 0; i < CHUNK; i++) {
@@ -179,29 +147,29 @@ struct IntegerInputs {
             total += rounded[i];
         }
         const float scale = peak / 127 + nothing;
-        scales[at] = values == E2M1 ? scale / 2 : scale;
+        scales[at] = type == Type::E2M1 ? scale / 2 : scale;
         sums[at] = scale * float(total);
-        starts[at] = -offset_of(values) * total;
+        starts[at] = -offset_of(type) * total;
     }
 
     // One row of x [columns].
-    void put_row(const uint16_t* from, int64_t columns, int64_t row, int64_t values) const {
+    void put_row(const uint16_t* from, int64_t columns, int64_t row, Type type) const {
         for (int64_t chunk = 0; chunk < columns / CHUNK; chunk++) {
             vf numbers[VECTORS];
             for (int v = 0; v < VECTORS; v++) numbers[v] = from_bf16(from + chunk * CHUNK + v * W);
-            put(numbers, chunk, row, values);
+            put(numbers, chunk, row, type);
         }
     }
 };
 
-// Adds the products of ROWS rows from `first` with the columns of the chunks `begin` to `end` to `results`
+// Adds the products of COUNT rows from `first` with the columns of the chunks `begin` to `end` to `results`
 // [rows, OUTPUTS]. `source` begins with the first chunk. Results stay in registers where there are enough.
-template <int VALUES, int KIND, int ROWS, class Source>
+template <Type VALUES, Scales SCALES, int COUNT, class Source>
 void add_integer_rows(float* results, const Source& source, const Matrix& matrix, int64_t tile, const IntegerInputs& in,
                       int64_t first, int64_t begin, int64_t end) {
-    constexpr bool KEPT = ROWS <= ROWS_AT_ONCE;
-    constexpr int KEPT_ROWS = KEPT ? ROWS : 1;
-    const bool has_zeros = KIND == BF16_PAIRS || (KIND == ANY && matrix.zeros != nullptr);
+    constexpr bool KEPT = COUNT <= ROWS_AT_ONCE;
+    constexpr int KEPT_ROWS = KEPT ? COUNT : 1;
+    const bool has_zeros = SCALES == Scales::PAIRS || (SCALES == ANY && matrix.zeros != nullptr);
     const int64_t chunks = matrix.group / CHUNK;
     int64_t group = begin / chunks, part = begin % chunks;
     results += first * OUTPUTS;
@@ -211,9 +179,9 @@ void add_integer_rows(float* results, const Source& source, const Matrix& matrix
         for (int v = 0; v < VECTORS; v++) kept[r][v] = load(results + r * OUTPUTS + v * W);
     for (int64_t chunk = begin; chunk < end; chunk++) {
         const int64_t at = chunk * in.rows + first;
-        vi sums[ROWS][VECTORS];
+        vi sums[COUNT][VECTORS];
 #pragma GCC unroll 16
-        for (int r = 0; r < ROWS; r++)
+        for (int r = 0; r < COUNT; r++)
             for (int v = 0; v < VECTORS; v++) sums[r][v] = all_lanes(in.starts[at + r]);
         const int8_t* x = in.x + at * CHUNK;
         for (int q = 0; q < CHUNK / 4; q++) {
@@ -221,19 +189,19 @@ void add_integer_rows(float* results, const Source& source, const Matrix& matrix
             source.prefetch((chunk - begin) * (CHUNK / 4) + q);
             source.quad((chunk - begin) * (CHUNK / 4) + q, quad);
 #pragma GCC unroll 16
-            for (int r = 0; r < ROWS; r++) {
+            for (int r = 0; r < COUNT; r++) {
                 int32_t four;
                 memcpy(&four, x + r * CHUNK + 4 * q, 4);
                 const vi integers = all_lanes(four);
                 for (int v = 0; v < VECTORS; v++)
-                    sums[r][v] = add_products<VALUES == INT8>(sums[r][v], quad.of[v], integers);
+                    sums[r][v] = add_products<VALUES == Type::INT8>(sums[r][v], quad.of[v], integers);
             }
         }
         Factors factors;
-        matrix.factors<KIND>(tile, group, factors);
+        matrix.factors<SCALES>(tile, group, factors);
         if (++part == chunks) group++, part = 0;
 #pragma GCC unroll 16
-        for (int r = 0; r < ROWS; r++) {
+        for (int r = 0; r < COUNT; r++) {
             const vf scale = set1(in.scales[at + r]), total = set1(in.sums[at + r]);
             for (int v = 0; v < VECTORS; v++) {
                 vf result = KEPT ? kept[r % KEPT_ROWS][v] : load(results + r * OUTPUTS + v * W);
@@ -250,25 +218,25 @@ void add_integer_rows(float* results, const Source& source, const Matrix& matrix
         for (int v = 0; v < VECTORS; v++) store(results + r * OUTPUTS + v * W, kept[r][v]);
 }
 
-template <int VALUES, int KIND, class Source>
+template <Type VALUES, Scales SCALES, class Source>
 void add_integer_rows(int64_t rows, float* results, const Source& source, const Matrix& matrix, int64_t tile,
                       const IntegerInputs& in, int64_t first, int64_t begin, int64_t end) {
-#define MOEDGE_ROWS(n) \
+#define MOEDGE_CASE(n) \
     case n:            \
-        return add_integer_rows<VALUES, KIND, n>(results, source, matrix, tile, in, first, begin, end);
+        return add_integer_rows<VALUES, SCALES, n>(results, source, matrix, tile, in, first, begin, end);
     switch (rows) {
-        MOEDGE_ROWS(1)
+        MOEDGE_CASE(1)
 #if MOEDGE_LEVEL >= 2
-        MOEDGE_ROWS(2) MOEDGE_ROWS(3) MOEDGE_ROWS(4) MOEDGE_ROWS(5) MOEDGE_ROWS(6)
+        MOEDGE_CASE(2) MOEDGE_CASE(3) MOEDGE_CASE(4) MOEDGE_CASE(5) MOEDGE_CASE(6)
 #endif
 #if MOEDGE_LEVEL >= 3
-        MOEDGE_ROWS(7) MOEDGE_ROWS(8) MOEDGE_ROWS(9) MOEDGE_ROWS(10) MOEDGE_ROWS(11) MOEDGE_ROWS(12)
+        MOEDGE_CASE(7) MOEDGE_CASE(8) MOEDGE_CASE(9) MOEDGE_CASE(10) MOEDGE_CASE(11) MOEDGE_CASE(12)
 #endif
     }
-#undef MOEDGE_ROWS
+#undef MOEDGE_CASE
 }
 
-template <int VALUES, int KIND>
+template <Type VALUES, Scales SCALES>
 void multiply_integers(const Matrix& matrix, int64_t tile, const IntegerInputs& in, float* results) {
     memset(results, 0, static_cast<size_t>(in.rows) * OUTPUTS * sizeof(float));
     const int64_t chunks = matrix.columns / CHUNK;
@@ -277,7 +245,7 @@ void multiply_integers(const Matrix& matrix, int64_t tile, const IntegerInputs& 
         const int64_t at_once = in.rows <= MOST_DIRECT ? in.rows : (in.rows + 1) / 2;
         for (int64_t first = 0; first < in.rows; first += at_once) {
             const int64_t rest = in.rows - first;
-            add_integer_rows<VALUES, KIND>(rest < at_once ? rest : at_once, results, source, matrix, tile, in, first, 0, chunks);
+            add_integer_rows<VALUES, SCALES>(rest < at_once ? rest : at_once, results, source, matrix, tile, in, first, 0, chunks);
         }
     } else {
         constexpr int64_t SEVERAL = MOST_WIDENED / CHUNK;
@@ -288,7 +256,7 @@ void multiply_integers(const Matrix& matrix, int64_t tile, const IntegerInputs& 
             for (int64_t q = 0; q < quads; q++) source.quad(begin * (CHUNK / 4) + q, made[q]);
             for (int64_t first = 0; first < in.rows; first += at_once) {
                 const int64_t rest = in.rows - first;
-                add_integer_rows<VALUES, KIND>(rest < at_once ? rest : at_once, results, MadeQuads{made}, matrix, tile, in,
+                add_integer_rows<VALUES, SCALES>(rest < at_once ? rest : at_once, results, MadeQuads{made}, matrix, tile, in,
                                                first, begin, end);
             }
         }
@@ -298,12 +266,12 @@ void multiply_integers(const Matrix& matrix, int64_t tile, const IntegerInputs& 
 
 // Writes the products of all rows (MOST_ROWS at most) with one tile into `results` [rows, OUTPUTS].
 void multiply_integers(const Matrix& matrix, int64_t tile, const IntegerInputs& in, float* results) {
-    switch (matrix.values) {
-        case INT4:
-            if (matrix.scales_kind == BF16_PAIRS) return multiply_integers<INT4, BF16_PAIRS>(matrix, tile, in, results);
-            return multiply_integers<INT4, ANY>(matrix, tile, in, results);
-        case E2M1: return multiply_integers<E2M1, E8M0>(matrix, tile, in, results);
-        default: return multiply_integers<INT8, ANY>(matrix, tile, in, results);
+    switch (matrix.type) {
+        case Type::INT4:
+            if (matrix.scales_type == Scales::PAIRS) return multiply_integers<Type::INT4, Scales::PAIRS>(matrix, tile, in, results);
+            return multiply_integers<Type::INT4, ANY>(matrix, tile, in, results);
+        case Type::E2M1: return multiply_integers<Type::E2M1, Scales::UINT8>(matrix, tile, in, results);
+        default: return multiply_integers<Type::INT8, ANY>(matrix, tile, in, results);
     }
 }
 

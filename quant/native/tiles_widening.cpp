@@ -7,33 +7,6 @@
 
 namespace {
 
-// Rounds to the nearest, to even in the middle; NaN stays NaN, and small numbers are no zeros. In the upper 16 bits.
-#if MOEDGE_LEVEL >= 2
-using words = __m512i;
-inline words rounded(vf x) {
-    const words bits = _mm512_castps_si512(x), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    const words up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-    return _mm512_mask_or_epi32(up, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), bits, _mm512_set1_epi32(64 << 16));
-}
-// The first in the lower, the second in the upper 16 bits.
-inline words both_of(words first, words second) {
-    return _mm512_or_si512(_mm512_srli_epi32(first, 16), _mm512_and_si512(second, _mm512_set1_epi32(int(0xffff0000))));
-}
-inline void store_words(uint32_t* to, words x) { _mm512_storeu_si512(to, x); }
-#else
-using words = __m256i;
-inline words rounded(vf x) {
-    const words bits = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    const words up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-    const words nan = _mm256_or_si256(bits, _mm256_set1_epi32(64 << 16));
-    return _mm256_blendv_epi8(up, nan, _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
-}
-inline words both_of(words first, words second) {
-    return _mm256_or_si256(_mm256_srli_epi32(first, 16), _mm256_and_si256(second, _mm256_set1_epi32(int(0xffff0000))));
-}
-inline void store_words(uint32_t* to, words x) { _mm256_storeu_si256((words*)to, x); }
-#endif
-
 // 2^(exponent - 127) of W biased exponents, 255 being NaN.
 inline vf exact_powers(const uint8_t* from) {
     float powers[W];
@@ -45,8 +18,8 @@ inline vf exact_powers(const uint8_t* from) {
 }
 
 inline void factors_of(const Matrix& matrix, int64_t tile, int64_t group, Factors& found) {
-    if (matrix.scales_kind == BF16_PAIRS) return matrix.factors<BF16_PAIRS>(tile, group, found);
-    if (matrix.scales_kind != E8M0) return matrix.factors<ANY>(tile, group, found);
+    if (matrix.scales_type == Scales::PAIRS) return matrix.factors<Scales::PAIRS>(tile, group, found);
+    if (matrix.scales_type != Scales::UINT8) return matrix.factors<ANY>(tile, group, found);
     const uint8_t* from = matrix.scales + (tile * (matrix.columns / matrix.group) + group) * OUTPUTS;
     for (int v = 0; v < VECTORS; v++) found.scale[v] = exact_powers(from + v * W);
 }
@@ -83,9 +56,9 @@ inline void transpose(const uint32_t (&pairs)[CHUNK / 2][OUTPUTS], uint32_t* to,
 #endif
 }
 
-template <int VALUES>
+template <Type VALUES>
 void widen_tile(const Matrix& matrix, int64_t tile, uint32_t* to) {
-    const bool has_zeros = matrix.scales_kind == BF16_PAIRS || matrix.zeros != nullptr;
+    const bool has_zeros = matrix.scales_type == Scales::PAIRS || matrix.zeros != nullptr;
     const FloatCodes<VALUES> codes(matrix.codes + tile * (matrix.columns / 2) * FloatCodes<VALUES>::NBYTES);
     for (int64_t chunk = 0; chunk < matrix.columns / CHUNK; chunk++) {
         Factors factors;
@@ -101,7 +74,7 @@ void widen_tile(const Matrix& matrix, int64_t tile, uint32_t* to) {
                     first = add(first, factors.zero[v]);
                     second = add(second, factors.zero[v]);
                 }
-                store_words(pairs[p] + v * W, both_of(rounded(first), rounded(second)));
+                store_bytes(pairs[p] + v * W, right_by(bf16_lanes(first), 16) | (bf16_lanes(second) & all_lanes(int(0xffff0000))));
             }
         }
         transpose(pairs, to + chunk * (CHUNK / 2), matrix.columns / 2);
@@ -110,16 +83,15 @@ void widen_tile(const Matrix& matrix, int64_t tile, uint32_t* to) {
 
 }  // namespace
 
-// Writes the matrix [N, K]. `given`: the matrix, then the address of the result, of adjacent rows.
-extern "C" void MOEDGE_NAMED(moedge_widen_tiles)(const int64_t* given) {
-    const Matrix matrix(given);
+extern "C" void MOEDGE_NAMED(moedge_widen_tiles)(const moedge_tiles_widening* widening) {
+    const Matrix matrix(widening->weights);
     for (int64_t tile = 0; tile < matrix.tiles(); tile++) {
-        uint32_t* to = (uint32_t*)given[9] + tile * OUTPUTS * matrix.columns / 2;
-        switch (matrix.values) {
-            case INT4: widen_tile<INT4>(matrix, tile, to); break;
-            case NF4: widen_tile<NF4>(matrix, tile, to); break;
-            case E2M1: widen_tile<E2M1>(matrix, tile, to); break;
-            default: widen_tile<INT8>(matrix, tile, to);
+        uint32_t* to = (uint32_t*)widening->out + tile * OUTPUTS * matrix.columns / 2;
+        switch (matrix.type) {
+            case Type::INT4: widen_tile<Type::INT4>(matrix, tile, to); break;
+            case Type::NF4: widen_tile<Type::NF4>(matrix, tile, to); break;
+            case Type::E2M1: widen_tile<Type::E2M1>(matrix, tile, to); break;
+            case Type::INT8: widen_tile<Type::INT8>(matrix, tile, to);
         }
     }
 }

@@ -97,14 +97,12 @@ inline void widen_group(const uint8_t* from, int scale, uint16_t* to) {
 
 }  // namespace
 
-// Writes numbers [rows, columns] to adjacent rows. `given`: codes and the bytes from row to row, scales and the same, the
-// numbers, rows, columns.
-extern "C" void MOEDGE_NAMED(moedge_widen)(const int64_t* given) {
-    const int64_t rows = given[5], columns = given[6];
+extern "C" void MOEDGE_NAMED(moedge_widen)(const moedge_widening* widening) {
+    const int64_t rows = widening->rows, columns = widening->columns;
     for (int64_t r = 0; r < rows; r++) {
-        const uint8_t* codes = (const uint8_t*)given[0] + r * given[1];
-        const uint8_t* scales = (const uint8_t*)given[2] + r * given[3];
-        uint16_t* to = (uint16_t*)given[4] + r * columns;
+        const uint8_t* codes = widening->codes + r * widening->code_stride;
+        const uint8_t* scales = widening->scales + r * widening->scale_stride;
+        uint16_t* to = widening->out + r * columns;
         for (int64_t g = 0; g < columns / GROUP; g++) widen_group(codes + g * CODES, scales[g], to + g * GROUP);
     }
 }

@@ -6,12 +6,13 @@ On a processor without AVX2, and with MOEDGE_ISA=none, the library's code for su
 from __future__ import annotations
 
 from collections.abc import Callable
-from ctypes import addressof, c_int64, c_void_p
+from ctypes import POINTER, byref
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from .interface import NativeWidening
 from .library import portable, refused
 
 
@@ -26,13 +27,11 @@ def widen_mxfp4(codes: Tensor, scales: Tensor, out: Tensor) -> bool:
     widen = _function()
     if widen is None or refused() or codes.stride(1) != 1 or scales.stride(1) != 1:
         return False
-    given = (c_int64 * 7)(
-        codes.data_ptr(), codes.stride(0), scales.data_ptr(), scales.stride(0), out.data_ptr(), *out.shape
-    )
-    widen(addressof(given))
+    planes = (codes.data_ptr(), codes.stride(0), scales.data_ptr(), scales.stride(0))
+    widen(byref(NativeWidening(*planes, out.data_ptr(), *out.shape)))
     return True
 
 
 @cache
 def _function() -> Callable[..., None] | None:
-    return portable("moedge_widen", [c_void_p])
+    return portable("moedge_widen", [POINTER(NativeWidening)])

@@ -25,10 +25,8 @@ from .options import budgets_of, experts_of, input_format_of, limits_of, row_def
 if TYPE_CHECKING:
     from ..engine.engine import Metrics
     from ..jobs.job import Executor, Measured, Planned, Running
-    from ..jobs.run import RowFeed
     from ..jobs.summary import RunSummary
     from ..loading.engine_loader import LoadedModel
-    from ..plan.placement import Workload
 
 
 class Cluster(Protocol):
@@ -39,7 +37,7 @@ class Cluster(Protocol):
         """Tokens of the longest sequence that every worker has memory for; None before the first job."""
         ...
 
-    def plan(self, measured: Measured, expected: Workload | None = None) -> Planned: ...
+    def plan(self, measured: Measured) -> Planned: ...
 
     def load(self, planned: Planned) -> Executor: ...
 
@@ -135,9 +133,9 @@ def cluster_of(measured: Measured) -> AbstractContextManager[Cluster]:
     return found
 
 
-def run_loaded(loaded: Executor, observer: JobObserver, feed: RowFeed | None = None) -> Ended:
-    """All passes of a job whose engine is ready, and its output; `feed` appends rows to its input meanwhile."""
-    running = loaded.run(feed)
+def run_loaded(loaded: Executor, observer: JobObserver) -> Ended:
+    """All passes of a job whose engine is ready, and its output."""
+    running = loaded.run()
     with observer.working():
         return running.end(_passes(running, observer))
 
@@ -201,11 +199,11 @@ def run_batch(
 ) -> RunSummary:
     """Answers a file of prompts: the same job as `moedge batch model input_file -o output`, and resumed by it.
 
-    `input_file` is JSON lines, CSV, Parquet, or another format of docs/rows.md. Every row gives one row of `output`, or
+    `input_file` is JSON lines, CSV, Parquet, or another format of docs/batches.md. Every row gives one of `output`, or
     of its `.errors.jsonl`; what was answered is kept in its `.job` folder, so the same call resumes a job that was
     stopped or killed. The options are those of the command (`BatchOptions`). `progress` shows a bar on stderr.
 
-    Returns the run in numbers (docs/run-summary.md): `rows.ok`, `rows.failed`, `tokens`, `seconds`, `memory`. Where a
+    Returns the run in numbers (docs/reference.md): `rows.ok`, `rows.failed`, `tokens`, `seconds`, `memory`. Where a
     limit stopped the job, `rows.total` is less than the rows of the input.
 
     Raises what the command exits with: InputRefused, DoesNotFit, JobMismatch, OutputExists and others, all of them

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ...offload.atomic_file import AtomicFile, own_name, sync_folder, write_atomically
+    from ...offload.atomic_file import AtomicFile, own_name, write_atomically
     from ...offload.budget import GIB, auto_host, gib, parse_size
     from ...offload.device import Device, find_device
     from ...offload.errors import ExitCode, is_exhausted
@@ -30,16 +30,13 @@ if TYPE_CHECKING:
     from ..calibration.machine_profile import machine_profile, measure_cache_reads, saved_profile
     from ..engine.engine import Engine, Metrics
     from ..jobs.folder import JobFolder, JobLock, is_locked, now_text
-    from ..jobs.job import Executor, Loaded, Measured, Planned, Running
-    from ..jobs.job_plan import refuse_too_small, with_workload
-    from ..jobs.journal.journal import Journal, read_answer
-    from ..jobs.journal.record import Growth
-    from ..jobs.journal.run_log import LoggedRun, read_runs
-    from ..jobs.journal.state import Counts, JobState, Suspicion, read_state
+    from ..jobs.job import Measured, Planned, Running
+    from ..jobs.journal.run_log import LoggedRun
+    from ..jobs.journal.state import Counts, Suspicion
     from ..jobs.outputs import OutputPaths, claim_output, file_sha256
-    from ..jobs.request import BatchRequest, identity, pin_settings
+    from ..jobs.request import BatchRequest
     from ..jobs.row_reader import RowReader
-    from ..jobs.run import OpenRow, RowFeed, RowSource, failed_row
+    from ..jobs.run import OpenRow, RowSource
     from ..jobs.session import CANCELLED, Checked, Ended, JobSession, lock_folder
     from ..jobs.status import (
         WINDOW,
@@ -53,59 +50,38 @@ if TYPE_CHECKING:
         job_id_folders,
         openai_batch,
     )
-    from ..jobs.stop import StopRule, memory_kills
+    from ..jobs.stop import memory_kills
     from ..jobs.summary import RunSummary, Seconds, WorkerRun
     from ..jobs.table_files import is_table, schema_fields, write_table
-    from ..jobs.totals import merge_summaries, of_the_dead, sum_metrics, with_sequences
-    from ..jobs.worker import SAME, JobFacts, LeasedRow, LoadOrder, LoadReport, Worker, WorkerInfo, WorkReport
+    from ..jobs.totals import merge_summaries
+    from ..jobs.worker import (
+        JobFacts,
+        LeasedRow,
+        LoadOrder,
+        LoadReport,
+        Worker,
+        WorkerInfo,
+        WorkReport,
+        same_everywhere,
+    )
     from ..loading.engine_loader import LoadedModel
     from ..loading.kernels_here import bitsandbytes_speed, cpu_kernels, gpu_kernels, product_error
     from ..plan.fallback import Fallback, FallbackPolicy
     from ..plan.history import RunRecord, last_runs
     from ..plan.memory_ledger import TierLedger
-    from ..plan.placement import Workload
     from ..plan.planner import PlanResult, reads_integers
-    from ..rows.answer_formats import Answers, with_own
+    from ..rows.answer_formats import with_own
     from ..rows.columns import Template, read_schema, text_or_file
     from ..rows.failure import CONTINUE_CUT, ErrorCode, InvalidRow, RowFailure
     from ..rows.fields import MAX_STOP
-    from ..rows.reader import Line, RowIndex
     from ..rows.row import Endpoint, Row
     from ..rows.strict_json import parse_object
     from ..rows.tables import InputFormat
     from ..sampling.grammar import SchemaError, compile_schema
+    from ..settings import errors, option, options
     from ..settings.computing import TorchBuild, dotted, find_torch, unusable_torch
-    from ..settings.errors import (
-        BadArgument,
-        ClusterFailed,
-        DoesNotFit,
-        ExportFailed,
-        InputRefused,
-        InputUnreadable,
-        JobMismatch,
-        JobNotFound,
-        JournalFailed,
-        MemoryGaveOut,
-        MissingExtra,
-        OutputExists,
-        PromptError,
-        SettingError,
-        Stalled,
-        TokenizerError,
-        counted,
-    )
+    from ..settings.errors import counted
     from ..settings.formatting import clock, duration, escape_controls, formats_line, short_duration
-    from ..settings.option import Option, Takes, check, with_options
-    from ..settings.options import (
-        AnswerLength,
-        DocumentJobOptions,
-        DocumentOptions,
-        EngineOptions,
-        LLMOptions,
-        SeedOptions,
-        StoreFolder,
-        StreamingOptions,
-    )
     from ..settings.process import settle
     from ..settings.stages import stage, watching
     from ..source.model_source import ModelSource, open_source
@@ -114,16 +90,8 @@ if TYPE_CHECKING:
     from ..text.template import Child, pack, read_body, unpack
     from ..text.tokenizer import Tokenizer
     from ..weights.key_offsets import KeyOffsets
-    from .batch import (
-        BatchProgress,
-        Cluster,
-        JobObserver,
-        batch_request,
-        cluster_of,
-        refuse_unreachable,
-        request_of,
-        run_loaded,
-    )
+    from .batch import BatchProgress, JobObserver, batch_request, request_of
+    from .job_series import JobSeries, first_state
     from .model import OpenModel, refuse_over_budget
 
 _MODULES = {
@@ -132,7 +100,6 @@ _MODULES = {
     "JobFolder": "..jobs.folder",
     "JobLock": "..jobs.folder",
     "JobPhase": "..jobs.status",
-    "JobState": "..jobs.journal.state",
     "JobStatus": "..jobs.status",
     "LoggedRun": "..jobs.journal.run_log",
     "OutputPaths": "..jobs.outputs",
@@ -149,9 +116,6 @@ _MODULES = {
     "job_id_folders": "..jobs.status",
     "now_text": "..jobs.folder",
     "openai_batch": "..jobs.status",
-    "read_answer": "..jobs.journal.journal",
-    "read_runs": "..jobs.journal.run_log",
-    "read_state": "..jobs.journal.state",
     "schema_fields": "..jobs.table_files",
     "write_table": "..jobs.table_files",
     # The machine: what it has, what is free, and what was measured of it.
@@ -197,43 +161,18 @@ _MODULES = {
     "disk_of": "...offload.store.stores",
     "last_runs": "..plan.history",
     "stores": "...offload.store.stores",
-    # Options of commands, as every command declares them.
-    "AnswerLength": "..settings.options",
-    "DocumentJobOptions": "..settings.options",
-    "DocumentOptions": "..settings.options",
-    "EngineOptions": "..settings.options",
-    "LLMOptions": "..settings.options",
-    "Option": "..settings.option",
-    "SeedOptions": "..settings.options",
-    "StoreFolder": "..settings.options",
-    "StreamingOptions": "..settings.options",
-    "Takes": "..settings.option",
-    "check": "..settings.option",
+    # Options, as every command and function declares them: `option` is how, `options` are the kinds that several share.
+    "option": "..settings.option",
+    "options": "..settings.options",
     "parse_size": "...offload.budget",
-    "with_options": "..settings.option",
-    # Errors and exit codes.
-    "BadArgument": "..settings.errors",
-    "ClusterFailed": "..settings.errors",
-    "DoesNotFit": "..settings.errors",
+    # Errors and exit codes: `errors` is the family.
     "ExitCode": "...offload.errors",
-    "ExportFailed": "..settings.errors",
-    "InputRefused": "..settings.errors",
-    "InputUnreadable": "..settings.errors",
-    "JobMismatch": "..settings.errors",
-    "JobNotFound": "..settings.errors",
-    "JournalFailed": "..settings.errors",
-    "MemoryGaveOut": "..settings.errors",
-    "MissingExtra": "..settings.errors",
-    "OutputExists": "..settings.errors",
-    "PromptError": "..settings.errors",
-    "SettingError": "..settings.errors",
-    "Stalled": "..settings.errors",
-    "TokenizerError": "..settings.errors",
+    "counted": "..settings.errors",
+    "errors": "..settings.errors",
     "is_exhausted": "...offload.errors",
     # Words and numbers as the command line writes them.
     "GIB": "...offload.budget",
     "clock": "..settings.formatting",
-    "counted": "..settings.errors",
     "duration": "..settings.formatting",
     "escape_controls": "..settings.formatting",
     "formats_line": "..settings.formatting",
@@ -248,54 +187,37 @@ _MODULES = {
     "stage": "..settings.stages",
     "watching": "..settings.stages",
     # A job, by its states: rows to take, answers to give, rows to add.
-    "Answers": "..rows.answer_formats",
     "BatchProgress": ".batch",
     "BatchRequest": "..jobs.request",
     "CANCELLED": "..jobs.session",
     "CONTINUE_CUT": "..rows.failure",
     "Checked": "..jobs.session",
-    "Cluster": ".batch",
     "Ended": "..jobs.session",
     "ErrorCode": "..rows.failure",
-    "Executor": "..jobs.job",
-    "Growth": "..jobs.journal.record",
     "InputFormat": "..rows.tables",
     "JobObserver": ".batch",
+    "JobSeries": ".job_series",
     "JobSession": "..jobs.session",
-    "Journal": "..jobs.journal.journal",
     "KeyOffsets": "..weights.key_offsets",
-    "Line": "..rows.reader",
-    "Loaded": "..jobs.job",
     "Measured": "..jobs.job",
     "PlanResult": "..plan.planner",
     "Planned": "..jobs.job",
     "Row": "..rows.row",
     "RowFailure": "..rows.failure",
-    "RowFeed": "..jobs.run",
-    "RowIndex": "..rows.reader",
     "RowSource": "..jobs.run",
     "Running": "..jobs.job",
     "SchemaError": "..sampling.grammar",
-    "StopRule": "..jobs.stop",
     "Suspicion": "..jobs.journal.state",
     "Template": "..rows.columns",
-    "Workload": "..plan.placement",
     "batch_request": ".batch",
-    "cluster_of": ".batch",
     "compile_schema": "..sampling.grammar",
-    "failed_row": "..jobs.run",
-    "identity": "..jobs.request",
+    "first_state": ".job_series",
     "lock_folder": "..jobs.session",
-    "pin_settings": "..jobs.request",
     "read_schema": "..rows.columns",
     "refuse_over_budget": ".model",
-    "refuse_too_small": "..jobs.job_plan",
-    "refuse_unreachable": ".batch",
     "request_of": ".batch",
-    "run_loaded": ".batch",
     "text_or_file": "..rows.columns",
     "with_own": "..rows.answer_formats",
-    "with_workload": "..jobs.job_plan",
     # A loaded model: sequences to add, step and abort; rows to open and their answers.
     "Endpoint": "..rows.row",
     "Engine": "..engine.engine",
@@ -318,11 +240,11 @@ _MODULES = {
     "LeasedRow": "..jobs.worker",
     "LoadOrder": "..jobs.worker",
     "LoadReport": "..jobs.worker",
-    "SAME": "..jobs.worker",
     "WorkReport": "..jobs.worker",
     "Worker": "..jobs.worker",
     "WorkerInfo": "..jobs.worker",
     "memory_kills": "..jobs.stop",
+    "same_everywhere": "..jobs.worker",
     "settle": "..settings.process",
     # What a run came to: counters, and summaries that can be merged.
     "Fallback": "..plan.fallback",
@@ -333,137 +255,95 @@ _MODULES = {
     "TierLedger": "..plan.memory_ledger",
     "WorkerRun": "..jobs.summary",
     "merge_summaries": "..jobs.totals",
-    "of_the_dead": "..jobs.totals",
-    "sum_metrics": "..jobs.totals",
-    "with_sequences": "..jobs.totals",
     # Files that are whole or not there.
     "AtomicFile": "...offload.atomic_file",
     "own_name": "...offload.atomic_file",
-    "sync_folder": "...offload.atomic_file",
     "write_atomically": "...offload.atomic_file",
 }
+# Modules whose names are all public.
+_WHOLE = ("errors", "option", "options")
 
 __all__ = [
-    "AnswerLength",
-    "Answers",
     "AtomicFile",
-    "BadArgument",
     "BatchProgress",
     "BatchRequest",
     "CANCELLED",
     "CONTINUE_CUT",
     "Checked",
     "Child",
-    "Cluster",
-    "ClusterFailed",
     "Counts",
     "Device",
     "Disk",
-    "DocumentJobOptions",
-    "DocumentOptions",
-    "DoesNotFit",
     "Driver",
     "Ended",
     "Endpoint",
     "Engine",
-    "EngineOptions",
     "ErrorCode",
-    "Executor",
     "ExitCode",
-    "ExportFailed",
     "Fallback",
     "FallbackPolicy",
     "FlopRates",
     "GIB",
     "GpuState",
-    "Growth",
     "Heap",
     "InputFormat",
-    "InputRefused",
-    "InputUnreadable",
     "InvalidRow",
     "JobFacts",
     "JobFolder",
     "JobLock",
-    "JobMismatch",
-    "JobNotFound",
     "JobObserver",
     "JobPhase",
+    "JobSeries",
     "JobSession",
-    "JobState",
     "JobStatus",
-    "Journal",
-    "JournalFailed",
     "KeyOffsets",
-    "LLMOptions",
     "LeasedRow",
-    "Line",
     "Link",
     "LoadOrder",
     "LoadReport",
-    "Loaded",
     "LoadedModel",
     "LoggedRun",
     "MAX_STOP",
     "Machine",
     "Measured",
-    "MemoryGaveOut",
     "MemoryGroup",
     "Metrics",
-    "MissingExtra",
     "ModelSource",
     "OpenModel",
     "OpenRow",
-    "Option",
-    "OutputExists",
     "OutputPaths",
     "PcieLink",
     "PinLimit",
     "PlanResult",
     "Planned",
-    "PromptError",
     "QUANT_FORMATS",
     "RoundsJob",
     "Row",
     "RowFailure",
-    "RowFeed",
-    "RowIndex",
     "RowReader",
     "RowSource",
     "RunRecord",
     "RunSummary",
     "Running",
-    "SAME",
     "SCHEMA",
     "SchemaError",
     "Seconds",
-    "SeedOptions",
-    "SettingError",
-    "Stalled",
-    "StopRule",
-    "StoreFolder",
-    "StreamingOptions",
     "Suspicion",
-    "Takes",
     "Template",
     "TierLedger",
     "Tokenizer",
-    "TokenizerError",
     "TorchBuild",
     "WINDOW",
     "WorkReport",
     "Worker",
     "WorkerInfo",
     "WorkerRun",
-    "Workload",
     "auto_host",
     "batch_request",
     "bitsandbytes_speed",
     "cancel",
-    "check",
     "claim_output",
     "clock",
-    "cluster_of",
     "compile_schema",
     "counted",
     "cpu_kernels",
@@ -471,9 +351,9 @@ __all__ = [
     "disk_of",
     "dotted",
     "duration",
+    "errors",
     "escape_controls",
     "export_now",
-    "failed_row",
     "file_sha256",
     "find_device",
     "find_driver",
@@ -481,13 +361,13 @@ __all__ = [
     "find_job",
     "find_rounds",
     "find_torch",
+    "first_state",
     "formats_line",
     "gib",
     "gpu_kernels",
     "has_chat_template",
     "host_available",
     "host_total",
-    "identity",
     "is_exhausted",
     "is_locked",
     "is_table",
@@ -502,27 +382,22 @@ __all__ = [
     "merge_summaries",
     "nearest_existing",
     "now_text",
-    "of_the_dead",
     "open_source",
     "openai_batch",
+    "option",
+    "options",
     "own_name",
     "pack",
     "parse_object",
     "parse_size",
-    "pin_settings",
     "product_error",
-    "read_answer",
     "read_body",
-    "read_runs",
     "read_schema",
-    "read_state",
     "reads_integers",
     "refuse_over_budget",
-    "refuse_too_small",
-    "refuse_unreachable",
     "request_of",
     "reset_host_peak",
-    "run_loaded",
+    "same_everywhere",
     "saved_path",
     "saved_profile",
     "schema_fields",
@@ -532,16 +407,11 @@ __all__ = [
     "shut_in",
     "stage",
     "stores",
-    "sum_metrics",
-    "sync_folder",
     "text_or_file",
     "unpack",
     "unusable_torch",
     "watching",
-    "with_options",
     "with_own",
-    "with_sequences",
-    "with_workload",
     "write_atomically",
     "write_table",
 ]
@@ -553,4 +423,5 @@ if not TYPE_CHECKING:
         """Imports what was asked for: most of it needs no torch."""
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(_MODULES[name], __package__), name)
+        module = import_module(_MODULES[name], __package__)
+        return module if name in _WHOLE else getattr(module, name)

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from ...offload.budget import gib
 from ..jobs.job_plan import equal_rows, measured_job, plan_request, refuse_unknown_machine
+from ..plan.kernels import Kernels
 from ..plan.plan_file import document, refusal
 from ..plan.planner import PlanResult, solve
 from ..plan.what_if import by_budget, by_sequences, nearest, suggestions
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 class PlanReport:
     """What fits where, how fast a job will be, what it waits for and what would help, before a weight is read.
 
-    `document` is JSON, described in docs/plan.md; bytes, seconds, and tokens per second. `fits` says whether there is a
+    `document` is JSON (docs/reference.md): bytes, seconds, and tokens per second. `fits` says whether there is a
     plan, and `result` is it; else `document` has the reason and what would fit. Printed, or shown in a notebook, it is
     the text of `moedge plan`. `left_out` says in lines which rows of the input it is not made for.
     """
@@ -201,6 +202,7 @@ def _head(found: Mapping[str, Any]) -> Iterator[str]:
         f"{counted(plan['max_sequences'], 'sequence')} per batch, {plan['tokens_per_pass']:,} tokens per pass; "
         f"{_held(found)}"
     )
+    yield f"to compute: {Kernels(**found['kernels'])}"
     yield from kernel_lines(plan["lacks"], plan["notes"])
     if left_out := found["left_out"]:
         yield (
@@ -356,7 +358,7 @@ def _explanation(found: Mapping[str, Any]) -> Iterator[str]:
     read = gib(predicted["disk_nbytes"])
     yield f"{held:.0%} of the weights stay in the memory that computes; {read} are read from disk in total"
     passes, sequences = predicted["passes"], predicted["sequences"]
-    yield f"{passes:,.0f} passes with {sequences:,.0f} sequences, at the rates that docs/plan.md lists"
+    yield f"{passes:,.0f} passes with {sequences:,.0f} sequences, at the rates that docs/dev/internals.md lists"
 
 
 def _subtraction(found: Mapping[str, Any]) -> Iterator[str]:

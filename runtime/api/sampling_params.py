@@ -32,7 +32,7 @@ class SamplingParams:
     - `logprob_start_len`: with `prompt_logprobs`, the position of the first token that is reported; what comes before
       it may come from the prefix cache.
     - `response_format`: `{"type": "json_object"}`, or `{"type": "json_schema", "json_schema": {"schema": {...}}}` as in
-      OpenAI's API: answers are JSON of that form. Needs the extra `json` (docs/how-to-batches.md).
+      OpenAI's API: answers are JSON of that form. Needs the extra `json` (docs/batches.md).
 
     Raises BadArgument, a ValueError, which says what was found and what was wanted.
     """

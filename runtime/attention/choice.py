@@ -88,13 +88,11 @@ def stores_by_kernel(wanted: str, taken: str, needs: AttentionNeeds) -> bool:
 ROWS = 256
 # Products of an indexer's queries and keys at a time (sparse attention).
 SCORED_NUMEL = 4 << 20
-# Elements of keys (and of values) in a tile, which one thread multiplies in one call: enough to hide the call's cost.
-TILE_NUMEL = 1 << 20
+# Elements of keys (and of values) of generated tokens that torch gathers at a time, a sequence at least.
+GATHERED_NUMEL = 4 << 20
 # One thread multiplies this many elements before a second one has woken up.
 SINGLE_THREAD_NUMEL = 1 << 18
 # Bytes of the partial results of a wave.
 PARTIALS_NBYTES = 32 << 20
 # Bytes of the keys and values that a prompt expands from latents at a time, copies included.
 EXPANDED_NBYTES = 64 << 20
-# Blocks of fewer tokens are gathered and joined to pieces of about this length: shorter products cost as much.
-PIECE_TOKENS = 32

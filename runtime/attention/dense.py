@@ -41,6 +41,32 @@ def attend_rows(
     return out.view(kv_heads, num_rows, -1, value_dim).transpose(0, 1).reshape(num_rows, num_heads, value_dim)
 
 
+def attend_tokens(
+    call: AttentionCall,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    shift: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One query of each of S sequences, q [S, Hq, D], over its keys and values [Hkv, S, L, D]: [S, Hq, D].
+
+    mask [S, L] and shift [S, Hq] are added to the scores.
+    """
+    kv_heads, num = keys.shape[:2]
+
+    def fold(x: torch.Tensor) -> torch.Tensor:
+        return x.view(num, kv_heads, -1, x.shape[-1]).transpose(0, 1).flatten(0, 1)
+
+    extra = _Extra(
+        mask.unsqueeze(1).repeat(kv_heads, 1, 1),
+        None if shift is None else fold(shift.unsqueeze(-1)),
+        None if call.sinks is None else fold(call.sinks.float().expand(num, -1).unsqueeze(-1)),
+    )
+    out = _softmax_sum(call, fold(q.to(keys.dtype)), keys.flatten(0, 1), values.flatten(0, 1), extra)
+    return out.view(kv_heads, num, -1, out.shape[-1]).transpose(0, 1).flatten(1, 2)
+
+
 def attend_fresh(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Causal attention of a whole prompt over itself: q [n, Hq, D], k, v [n, Hkv, D] -> [n, Hq, D].
 
@@ -66,7 +92,8 @@ def visibility(call: AttentionCall, rows: range, keys: range, like: torch.Tensor
 
 
 class _Extra(NamedTuple):
-    """What is added to the products that scores [Hkv, m, L] begin as: mask [m, L], shift and sinks [Hkv, m, 1]."""
+    """What is added to the products that scores [Hkv, m, L] begin as: mask [m, L] or [Hkv, 1, L], shift and sinks
+    [Hkv, m, 1]."""
 
     mask: torch.Tensor | None
     shift: torch.Tensor | None
@@ -78,8 +105,10 @@ def _softmax_sum(
 ) -> torch.Tensor:
     """q [Hkv, m, D], keys, values [Hkv, L, D] -> [Hkv, m, D]."""
     if call.softcap is None and extra.sinks is None:
+        # Masks of three dimensions would take a way that scales a copy of all keys.
+        mask = extra.mask if extra.mask is None or extra.mask.dim() == 2 else extra.mask.unsqueeze(0)
         q, keys, values = (x.unsqueeze(0) for x in (q, keys, values))
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=extra.mask, scale=call.scale).squeeze(0)
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=call.scale).squeeze(0)
     scores = torch.matmul(q, keys.transpose(1, 2)).float() * call.scale
     if extra.shift is not None:
         scores += extra.shift

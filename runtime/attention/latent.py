@@ -20,9 +20,8 @@ from ..kv.cache import KVCache, LayerIndex
 from ..kv.pool import KVPool
 from ..settings.errors import UnsupportedModel
 from .choice import EXPANDED_NBYTES
-from .decode import Decoder, Query
-from .decode_plan import DecodePlan, DecodePlanCache
-from .dense import attend_fresh, attend_rows, visibility
+from .decode import DecodeRun, DecodeRuns
+from .dense import attend_fresh, attend_rows, attend_tokens, visibility
 from .native_rows import RowAttention, RowQuery, stored
 from .pass_pages import PassSlots
 from .protocol import AttentionCall, LatentWeights, check_reach, decodes, is_causal_prefill
@@ -57,8 +56,7 @@ class LatentAttention:
         # On a GPU one thread keeps the device busy; deterministic rows all take the path of prompts.
         workers = WorkerPool(1 if tiled or torch.device(device).type != "cpu" else num_workers())
         self._native = RowAttention(cache, dtype, workers) if native and not tiled else None
-        self._plans = DecodePlanCache(cache, workers.size, dtype.itemsize, device)
-        self._decoder = Decoder(workers, dtype, device)
+        self._runs = DecodeRuns(cache, dtype, device)
 
     def attend(
         self, call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
@@ -88,7 +86,8 @@ class LatentAttention:
         if self._native is not None:
             self._decode_natively(call, layer_index, q, batch, out)
         elif not self.tiled and any(decodes(call, chunk) for chunk in batch.chunks):
-            self._decode(call, layer_index, q, self._plans.of(call, layer_index.group, slots, q.shape[1]), out)
+            for run in self._runs.of(call, layer_index.group, slots):
+                self._decode(call, layer_index, q, run, out)
         return out
 
     def _expanded(
@@ -167,15 +166,17 @@ class LatentAttention:
         out.copy_(weights.values_of(pool.restored(layer_index.index, sums).to(q.dtype)))
 
     def _decode(
-        self, call: AttentionCall, layer_index: LayerIndex, q: torch.Tensor, plan: DecodePlan, out: torch.Tensor
+        self, call: AttentionCall, layer_index: LayerIndex, q: torch.Tensor, run: DecodeRun, out: torch.Tensor
     ) -> None:
-        """Fills the rows of `out` that are chunks of one token."""
-        self.num_absorbed += len(plan.rows)
+        """Fills the rows of `out` of chunks of one token."""
+        self.num_absorbed += len(run.rows)
         weights, pool = _weights(call), self.cache.pools[layer_index.group]
-        latents, rotated = stored(pool, layer_index.index)
-        query = Query(call, _absorbed(weights, pool, q[plan.rows]), None)
-        sums = self._decoder.decode(query, [latents, rotated], latents, plan)
-        out[plan.rows] = weights.values_of(pool.restored(layer_index.index, sums).to(q.dtype))
+        latents, rotated = self._reader.gather(layer_index, run)
+        # As in `_absorbed_rows`.
+        keys = torch.cat([latents, rotated], -1)
+        sums = attend_tokens(call, _absorbed(weights, pool, q[run.rows]), keys, keys, run.mask)
+        values = pool.restored(layer_index.index, sums[..., : latents.shape[-1]]).to(q.dtype)
+        out[run.rows] = weights.values_of(values)
 
     def _decode_natively(
         self, call: AttentionCall, layer_index: LayerIndex, q: torch.Tensor, batch: Batch, out: torch.Tensor

@@ -7,25 +7,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from ...quant.kv.codec import Coded
+from ...quant.kv.format import VectorFormat
 from ...quant.matmul.thread_pool import WorkerPool
-from ...quant.native.attention import FORMATS, ROWS, SPLIT, Attention, Kernel, Vectors, kernels, scratch_nbytes
+from ...quant.native.attention import Kernel, kernels, scratch_nbytes
+from ...quant.native.interface import CONSTANTS, ENUMS, NativeAttention, NativeVectors
 from ..engine.batch import Batch, Chunk
 from ..kv.cache import KVCache
 from ..kv.pool import KVPool
 from .choice import PARTIALS_NBYTES, SINGLE_THREAD_NUMEL
-from .decode import Stored
 from .protocol import AttentionCall, decodes
 
 Ints = npt.NDArray[np.int32]
+ROWS, SPLIT, FORMATS = CONSTANTS["rows"], CONSTANTS["split"], ENUMS["format"]
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # Items of every thread, so that all end at about the same time.
 _ITEMS_PER_WORKER = 8
+
+
+class Stored(NamedTuple):
+    """A layer's keys or values in the cache, as `KVPool.planes` gives them, and their format."""
+
+    planes: Coded
+    format: VectorFormat
+
+    @property
+    def width(self) -> int:
+        """Elements of a head."""
+        return self.planes.codes.shape[-1] * self.format.packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,13 +164,13 @@ class RowAttention:
         sizes = (spec.group.kv_heads, spec.group.head_dim, numel)
         return RowPlan(call, padded, np.array(runs, np.int32), *sizes, torch.tensor(begins))
 
-    def _reserve(self, arguments: Attention, threads: int) -> torch.Tensor:
+    def _reserve(self, arguments: NativeAttention, threads: int) -> torch.Tensor:
         nbytes = _aligned(scratch_nbytes(arguments)) * threads + 64
         if self._scratch.shape[0] < nbytes:
             self._scratch = self._scratch.new_empty(nbytes)
         return self._scratch
 
-    def _run(self, arguments: Attention, wave: Wave, single: bool) -> None:
+    def _run(self, arguments: NativeAttention, wave: Wave, single: bool) -> None:
         attend, reduce = kernels()
         self._point(arguments, wave)
         self._share(arguments, attend, wave.num_items * arguments.kv_heads, single)
@@ -167,13 +182,13 @@ class RowAttention:
         """The addresses of scratch and of partial results, which change when these grow."""
         return self._scratch.data_ptr(), self._partials.data_ptr()
 
-    def point(self, arguments: Attention, wave: Wave, threads: int) -> tuple[int, int]:
+    def point(self, arguments: NativeAttention, wave: Wave, threads: int) -> tuple[int, int]:
         """Lets the kernels compute a wave on `threads` threads: the address of their scratch, and the bytes of each."""
         self._point(arguments, wave)
         scratch = self._reserve(arguments, threads)
         return _aligned(scratch.data_ptr()), _aligned(scratch_nbytes(arguments))
 
-    def _point(self, arguments: Attention, wave: Wave) -> None:
+    def _point(self, arguments: NativeAttention, wave: Wave) -> None:
         arguments.rows = wave.runs.ctypes.data
         arguments.num_pieces = 0
         if wave.pieces is not None:
@@ -184,7 +199,7 @@ class RowAttention:
             arguments.num_pieces, arguments.pieces = len(wave.pieces), wave.pieces.ctypes.data
             arguments.partials = self._partials.data_ptr()
 
-    def _share(self, arguments: Attention, kernel: Kernel, items: int, single: bool) -> None:
+    def _share(self, arguments: NativeAttention, kernel: Kernel, items: int, single: bool) -> None:
         """Computes all items, several at a time on every thread."""
         nbytes = _aligned(scratch_nbytes(arguments))
         base = _aligned(self._scratch.data_ptr())
@@ -230,11 +245,11 @@ def _split(call: AttentionCall, runs: Ints, most: int) -> Iterator[Wave]:
 
 def arguments_of(
     query: RowQuery, keys: Sequence[Stored], values: Stored, plan: RowPlan, out: torch.Tensor
-) -> tuple[Attention, list[torch.Tensor]]:
+) -> tuple[NativeAttention, list[torch.Tensor]]:
     """The arguments of the kernels, and tensors that must live as long."""
     call, q = query.call, query.q.contiguous()
     kept = [q]
-    arguments = Attention()
+    arguments = NativeAttention()
     for index, part in enumerate(keys):
         arguments.keys[index] = _vectors(part)
     arguments.values = _vectors(values)
@@ -260,7 +275,7 @@ def stored(pool: KVPool, layer: int) -> tuple[Stored, Stored]:
     return keys, values
 
 
-def _vectors(stored: Stored) -> Vectors:
+def _vectors(stored: Stored) -> NativeVectors:
     planes: Coded = stored.planes
     addresses = (0 if plane is None else plane.data_ptr() for plane in planes)
-    return Vectors(*addresses, FORMATS[stored.format.name], stored.width)
+    return NativeVectors(*addresses, FORMATS[stored.format.name], stored.width)

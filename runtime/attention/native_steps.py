@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import Array, addressof, c_int64
+from ctypes import addressof
 
 import numpy as np
 import torch
 
-from ...quant.native.attention import Attention
+from ...quant.native.interface import NativeAttention, NativeAttentionStep
 from ..engine.batch import Batch
 from ..kv.cache import KVCache
 from ..kv.pool import KVPool
@@ -37,13 +37,12 @@ class AttentionSteps:
     ) -> None:
         self._rows, self._cache, self._calls, self._threads = rows, cache, calls, threads
         self._q, self._out = q, out
-        self._arguments: list[Attention] = []
+        self._arguments: list[NativeAttention] = []
         # Tensors that live as long as this, and those of the running pass.
         self._forever: list[torch.Tensor] = []
         self._kept: list[object] = []
         self._waves: dict[int, tuple[RowPlan, Wave]] = {}
-        self.attend: list[Array[c_int64]] = [(c_int64 * 5)() for _ in calls]
-        self.reduce: list[Array[c_int64]] = [(c_int64 * 5)() for _ in calls]
+        self.attend, self.reduce = ([NativeAttentionStep() for _ in calls] for _ in range(2))
         self._groups = [cache.layer_indices[call.layer].group for call in calls]
         for call, group in zip(calls, self._groups, strict=True):
             check_reach(call, cache.pools[group].spec.group)
@@ -101,12 +100,13 @@ class AttentionSteps:
         arguments.tables, arguments.table_width = plan.tables.ctypes.data, plan.tables.shape[1]
         base, nbytes = self._rows.point(arguments, wave, self._threads)
         items = wave.num_items * plan.kv_heads
-        address, at_once = addressof(arguments), max(1, items // (self._threads * _TURNS))
-        self.attend[index][:] = [address, items, at_once, base, nbytes]
         reduced = 0 if wave.pieces is None else len(wave.runs) * plan.kv_heads
-        self.reduce[index][:] = [address, reduced, 1, base, nbytes]
+        at_once = max(1, items // (self._threads * _TURNS))
+        for step, count, many in ((self.attend[index], items, at_once), (self.reduce[index], reduced, 1)):
+            step.attention, step.items, step.at_once = addressof(arguments), count, many
+            step.scratch, step.thread_nbytes = base, nbytes
 
-    def _make(self, index: int, plan: RowPlan) -> Attention:
+    def _make(self, index: int, plan: RowPlan) -> NativeAttention:
         call = self._calls[index]
         where = self._cache.layer_indices[call.layer]
         pool = self._cache.pools[where.group]

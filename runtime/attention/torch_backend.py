@@ -16,9 +16,8 @@ from ..kv.cache import KVCache, LayerIndex
 from ..kv.pool import KVPool
 from ..shape.model_shape import KVGroup
 from .choice import ROWS
-from .decode import Decoder, Query
-from .decode_plan import DecodePlan, DecodePlanCache
-from .dense import attend_fresh, attend_rows, visibility
+from .decode import DecodeRun, DecodeRuns
+from .dense import attend_fresh, attend_rows, attend_tokens, visibility
 from .native_rows import RowAttention, RowQuery, stored
 from .native_steps import AttentionSteps, stores_plainly
 from .pass_pages import PassSlots
@@ -48,8 +47,8 @@ class _Layer:
 
 
 class TorchAttention:
-    """Computes generated tokens over the codes of the whole pool, in its order (see `decode`), and chunks of prompts
-    over keys and values that are gathered from the cache into a scratch that only grows.
+    """Computes generated tokens and chunks of prompts over keys and values that are gathered from the cache into a
+    scratch that only grows; tokens of several sequences at once.
 
     `tiled` computes query rows in tiles aligned to their position in the sequence, over keys padded to a multiple of
     TILE_KEYS: the bits of a token's result then depend neither on its chunk nor on the batch or the block size.
@@ -77,8 +76,7 @@ class TorchAttention:
         alone = torch.device(device).type != "cpu" or (tiled and not native)
         self._workers = WorkerPool(1 if alone else num_workers())
         self._native = RowAttention(cache, dtype, self._workers) if native else None
-        self._plans = DecodePlanCache(cache, self._workers.size, dtype.itemsize, device)
-        self._decoder = Decoder(self._workers, dtype, device)
+        self._runs = DecodeRuns(cache, dtype, device)
 
     def attend(
         self, call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
@@ -100,8 +98,12 @@ class TorchAttention:
                 keys, values = stored(pool, layer_index.index)
                 self._native.attend(RowQuery.of(call, pool, layer_index.index, q), [keys], values, plan, out)
         elif not self.tiled and any(chunk.count == 1 for chunk in batch.chunks):
-            decode = self._plans.of(call, layer_index.group, slots, q.shape[1])
-            self._decode(_Layer.of(call, pool, layer_index.index, q), decode, out)
+            layer = _Layer.of(call, pool, layer_index.index, q)
+            for run in self._runs.of(call, layer_index.group, slots):
+                shift = None if layer.shift is None else layer.shift[run.rows]
+                past_keys, past_values = self._reader.gather(layer_index, run)
+                result = attend_tokens(call, layer.q[run.rows], past_keys, past_values, run.mask, shift)
+                out[run.rows] = result.to(out.dtype)
         return out
 
     def steps(
@@ -150,17 +152,6 @@ class TorchAttention:
             result = attend_rows(call, tile, keys, values, mask, shift)
             out[rows] = result[before : before + last - first]
 
-    def _decode(self, layer: _Layer, plan: DecodePlan, out: torch.Tensor) -> None:
-        """Fills the rows of `out` that are chunks of one token."""
-        keys, values = stored(layer.pool, layer.index)
-        if plan.rows.shape[0] == out.shape[0]:
-            # Every row is a chunk of one token: they need not be gathered and scattered.
-            out.copy_(self._decoder.decode(Query(layer.call, layer.q, layer.shift), [keys], values, plan))
-            return
-        shift = None if layer.shift is None else layer.shift[plan.rows]
-        query = Query(layer.call, layer.q[plan.rows], shift)
-        out[plan.rows] = self._decoder.decode(query, [keys], values, plan).to(out.dtype)
-
 
 class CacheReader:
     """Gathers keys and values of one sequence into a scratch that only grows; each read overwrites the last one's."""
@@ -189,6 +180,18 @@ class CacheReader:
         if (missing := high - low - behind - keys.shape[1]) > 0 or behind:
             return F.pad(keys, (0, 0, behind, missing)), F.pad(values, (0, 0, behind, missing))
         return keys, values
+
+    def gather(self, layer: LayerIndex, run: DecodeRun) -> list[torch.Tensor]:
+        """Keys and values [H, S, L, D] of the sequences of a run, in the basis of the stored keys.
+
+        They are zeros at positions that are hidden, as those of `read`.
+        """
+        pool = self._cache.pools[layer.group]
+        sides = self._take(run.mask.numel(), pool.spec.group)
+        pool.gather(layer.index, run.block_ids, sides)
+        return [
+            side.index_fill_(1, run.blank, 0).view(side.shape[0], *run.mask.shape, side.shape[-1]) for side in sides
+        ]
 
     def _take(self, length: int, group: KVGroup) -> list[torch.Tensor]:
         """Uninitialized keys and values [H, length, D]."""

@@ -9,12 +9,12 @@ import gc
 import os
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 import numpy as np
 import torch
@@ -125,6 +125,27 @@ class Metrics:
     ttft: array[float] = field(default_factory=_seconds)
     tpot: array[float] = field(default_factory=_seconds)
     total: array[float] = field(default_factory=_seconds)
+
+    @classmethod
+    def summed(cls, each: Iterable[Metrics], *, sequences: bool) -> Self:
+        """The counters of several engines together; with `sequences`, the seconds of every sequence, too."""
+        total = cls()
+        for metrics in each:
+            for one in fields(cls):
+                found = getattr(metrics, one.name)
+                if isinstance(found, int):
+                    setattr(total, one.name, getattr(total, one.name) + found)
+                elif one.name == "kv":
+                    total.kv.add(found)
+                elif sequences:
+                    getattr(total, one.name).extend(found)
+        return total
+
+    def behind(self, before: Metrics) -> Metrics:
+        """These counters with the seconds of the sequences that were reported `before`."""
+        return replace(
+            self, ttft=before.ttft + self.ttft, tpot=before.tpot + self.tpot, total=before.total + self.total
+        )
 
     def count_pass(self, batch: Batch, kv: Usage) -> None:
         self.passes += 1

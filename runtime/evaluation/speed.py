@@ -45,8 +45,8 @@ class Load:
 
 
 def bench(model: str, settings: Settings, budgets: Budgets, experts: ExpertOptions, load: Load) -> dict[str, Any]:
-    """The document of `moedge bench --json` (docs/bench.md). The engine is the one that `moedge batch` would load for
-    the most of `load.sequences` rows.
+    """The document of `moedge bench --json` (docs/dev/bench.md). The engine is the one that `moedge batch` would load
+    for the most of `load.sequences` rows.
 
     Raises SettingError for a load that is longer than the context, DoesNotFit, and OverBudget, whose `result` is the
     document.

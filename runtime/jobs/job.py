@@ -38,7 +38,7 @@ from .journal.run_log import RunLog
 from .journal.state import Counts
 from .lifecycle import load_model, plan_model, profile_model
 from .report import expert_use, summarise
-from .run import FedRows, FileRows, RowFeed, RowRunner, RowSource
+from .run import FileRows, RowRunner, RowSource, failed_row
 from .session import Checked, Ended, JobClaim, JobSession, disk_errors
 from .stop import StallGuard
 from .summary import RunSummary, Seconds
@@ -80,12 +80,12 @@ class Measured:
             size.refuse_most(checked.preflight, checked.request.lenient)
         return cls(checked, tokenizer, spool, file, size, array("Q", order.rows()), encoder.notes)
 
-    def plan(self, expected: Workload | None = None) -> Planned:
+    def plan(self) -> Planned:
         """The job begins here: its first record says what "auto" became. An engine that was given keeps its plan.
 
-        `expected` is the workload with rows that are still to come. Raises DoesNotFit, SettingError, JobMismatch.
+        Raises DoesNotFit, SettingError, JobMismatch.
         """
-        checked, workload, budgets = self.checked, expected or self.size.shape(), self.checked.request.budgets
+        checked, workload, budgets = self.checked, self.size.shape(), self.checked.request.budgets
         if (given := checked.given) is not None:
             return self.planned(given.chosen, given.policy.plan, workload, given.memory)
         memory, chosen = plan_model(checked.source, checked.claim.settings, budgets, workload, checked.request.plan)
@@ -118,6 +118,16 @@ class Planned:
     def for_every_row(self) -> str:
         """The least budget that leaves no row out, as an option."""
         return SearchSpace(self.chosen.request).for_every_row
+
+    @property
+    def answers(self) -> Answers:
+        """Writes the job's answers and errors."""
+        claim = self.session.claim
+        return Answers(claim.model_name, int(claim.created.timestamp()), self.measured.tokenizer.token_text)
+
+    def fail(self, failure: RowFailure, digest: str) -> None:
+        """Records the error of a row, whose line `digest` identifies."""
+        self.session.journal.done(failed_row(failure, self.answers, digest))
 
     def load(self) -> Loaded:
         """Weights into memory, from a store where they do not fit; the store is made first where it is missing.
@@ -190,19 +200,18 @@ class Loaded:
     def expert_use(self) -> list[list[int]] | None:
         return expert_use(self.engine)
 
-    def run(self, feed: RowFeed | None = None) -> Running:
-        """`feed` appends rows to the input while the job runs."""
-        return Running(self, feed)
+    def run(self) -> Running:
+        return Running(self)
 
     def passes(self, session: JobSession, rows: RowSource) -> Generator[None]:
-        measured, claim = self.planned.measured, session.claim
+        measured = self.planned.measured
         shape = measured.checked.source.shape
         encoder = RowEncoder(measured.tokenizer, shape.vocab, shape.context, self.longest, spool=measured.spool)
-        answers = Answers(claim.model_name, int(claim.created.timestamp()), measured.tokenizer.token_text)
+        answers = self.planned.answers
         runner, heap = RowRunner(self.engine.engine, encoder, answers, session.journal, rows), Heap()
 
         def work() -> int:
-            return self.metrics.passes + session.journal.state.counts.rows + rows.num_waits
+            return self.metrics.passes + session.journal.state.counts.rows
 
         with StallGuard(work, self.engine.streamed, session.folder.stacks) as guard:
             for _ in guard.watched(runner.passes()):
@@ -267,7 +276,7 @@ class Executor(Protocol):
         """How many tokens chose each expert, for each layer with experts; None where it is not known."""
         ...
 
-    def run(self, feed: RowFeed | None = None) -> Running: ...
+    def run(self) -> Running: ...
 
     def passes(self, session: JobSession, rows: RowSource) -> Generator[None]:
         """Computes all rows, and writes their answers into the journal; between two passes its counters are current."""
@@ -279,16 +288,15 @@ class Executor(Protocol):
 class Running:
     """Iterate `passes`, then call `end`. `stopped_because` says why the passes ended before the last row."""
 
-    def __init__(self, loaded: Executor, feed: RowFeed | None = None) -> None:
-        """The rows are those of the input file that have no answer, and those that `feed` adds to it."""
+    def __init__(self, loaded: Executor) -> None:
+        """The rows are those of the input file that have no answer."""
         self._loaded = loaded
         self._planned = loaded.planned
         self._checked = loaded.planned.measured.checked
         self.session = loaded.planned.session
         self.policy = loaded.policy
         self.stopped_because: str | None = None
-        self._fed = feed is not None
-        self._rows: RowSource = self._file_rows() if feed is None else self._fed_rows(feed)
+        self._rows = self._file_rows()
         self._seconds: float | None = None
         self._log = RunLog(self.session.folder.runs)
 
@@ -304,9 +312,8 @@ class Running:
 
     @property
     def num_rows(self) -> int:
-        """The rows of the job; where more are to come, as many as are expected."""
-        expected = self._checked.claim.num_done + self._planned.workload.sequences if self._fed else 0
-        return max(self.session.journal.state.num_rows, expected)
+        """The rows of the job."""
+        return self.session.journal.state.num_rows
 
     @property
     def num_workers(self) -> int | None:
@@ -362,10 +369,6 @@ class Running:
         invalid = set(self._checked.preflight.bad_rows).intersection(claim.rows_to_run())
         return FileRows(self.session.journal.state, measured.file, measured.order, _failures(claim, invalid), claim.cut)
 
-    def _fed_rows(self, feed: RowFeed) -> FedRows:
-        file, most = self._planned.measured.file, self._checked.request.limits.max_rows
-        return FedRows(self._file_rows(), feed, file, self.session.journal, most)
-
     def _beginning(self) -> dict[str, Any]:
         counts, predicted = self.session.journal.state.counts, self._planned.chosen.prediction
         return {
@@ -397,7 +400,6 @@ class Running:
         seconds = Seconds(self._loaded.load_seconds, self._seconds, total)
         summary = self._loaded.summary(self.session.journal.state.counts, seconds)
         summary.model = {**summary.model, "generation_config": dict(self._checked.sampling.values)}
-        summary.stalls.rows = self._rows.seconds_without_rows
         return summary
 
 

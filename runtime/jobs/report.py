@@ -111,6 +111,7 @@ def summarise(
             "active_parameters": shape.active_parameters,
         },
         plan=plan.as_dict() | {"key_offsets": loaded.key_offsets and loaded.key_offsets.digest},
+        kernels=loaded.kernels(plan),
         seconds=seconds,
         throughput=_throughput(metrics, seconds.generate),
         predicted=_predicted(planned),

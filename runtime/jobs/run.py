@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Items
@@ -23,8 +21,8 @@ from ..text.chat_stream import ChatStream
 from ..text.stream import TextStream
 from ..text.tool_calls import FunctionCall, split_calls
 from .encode import Choices, RowEncoder
-from .journal.journal import CutRows, Journal
-from .journal.record import CutChoice, Done, Growth
+from .journal.journal import CutRows
+from .journal.record import CutChoice, Done
 from .journal.state import JobState
 
 # Rows that go into work with one record of the journal.
@@ -32,7 +30,7 @@ _ADMITTED_TOGETHER = 16
 
 
 class RowSource(Protocol):
-    """The source of rows of a running job. It may get more rows while the job runs."""
+    """The source of rows of a running job."""
 
     @property
     def exhausted(self) -> bool:
@@ -42,8 +40,7 @@ class RowSource(Protocol):
     def take(self, most: int, alone: bool) -> Items[Row | RowFailure]:
         """Up to `most` rows to start now, in the order in which they are to run; none where none may start yet.
 
-        `alone` says that nothing is in work, so a row that must run with no other may start. A source that waits for
-        rows waits here, while nothing is in work, or passes would spin.
+        `alone` says that nothing is in work, so a row that must run with no other may start.
         """
         ...
 
@@ -53,16 +50,6 @@ class RowSource(Protocol):
 
     def partial(self, row: int) -> Items[CutChoice]:
         """What an earlier run generated for each choice of a row that is continued; empty for one that starts anew."""
-        ...
-
-    @property
-    def seconds_without_rows(self) -> float | None:
-        """For how long the engine had capacity, and no row was there; None where all were there from the beginning."""
-        ...
-
-    @property
-    def num_waits(self) -> int:
-        """How often it waited for rows. It grows while somebody else has work to do for the job."""
         ...
 
 
@@ -89,10 +76,6 @@ class FileRows:
         self._waves = self._all_waves(rows, failed)
         self._wave: Iterator[Row | RowFailure] = iter(())
         self.exhausted = False
-        # Rows that must run alone are behind it.
-        self.in_last_wave = False
-        self.seconds_without_rows: float | None = None
-        self.num_waits = 0
 
     def take(self, most: int, alone: bool) -> Items[Row | RowFailure]:
         while not (taken := list(islice(self._wave, most))) and alone and not self.exhausted:
@@ -113,7 +96,6 @@ class FileRows:
         for row in rows if isolated else ():
             if row in isolated:
                 yield map(self._suspect, [row])
-        self.in_last_wave = True
         yield (self._cut.longer(self._file.row(row)) for row in rows if row not in isolated)
 
     def _suspect(self, row: int) -> Row | RowFailure:
@@ -121,89 +103,6 @@ class FileRows:
         if not suspicion.condemned:
             return self._cut.longer(read)
         return read.failure(ErrorCode.WORKER_CRASHED, f"{suspicion}; it is not run again")
-
-
-class RowFeed(Protocol):
-    """Somebody who appends rows to the input file of a running job, and notes them in its index."""
-
-    @property
-    def finished(self) -> bool:
-        """Whether no more rows will come, and `grown` has said so of all."""
-        ...
-
-    def grown(self, wait: bool) -> Growth | None:
-        """The input as it is now; None where it is as it was. With `wait`, waits for rows, a fraction of a second."""
-        ...
-
-    def took(self, num_rows: int) -> None:
-        """Of the rows that were added, those before number `num_rows` are in work or behind it."""
-        ...
-
-
-class FedRows:
-    """The rows of an input file that grows while the job runs: first those that it began with, then the others."""
-
-    def __init__(
-        self, first: FileRows, feed: RowFeed, file: RowFile, journal: Journal, most: int | None = None
-    ) -> None:
-        """`first` are the rows that the journal knows; at most `most` rows are given in all."""
-        self._first = first
-        self._feed = feed
-        self._file = file
-        self._journal = journal
-        self._left = sys.maxsize if most is None else most
-        self._next = journal.state.num_rows
-        self._waits_since: float | None = None
-        self.seconds_without_rows = 0.0
-        self.num_waits = 0
-
-    @property
-    def exhausted(self) -> bool:
-        if not self._left:
-            return True
-        return self._first.exhausted and self._feed.finished and self._next == self._journal.state.num_rows
-
-    def take(self, most: int, alone: bool) -> Items[Row | RowFailure]:
-        if not self._left:
-            return ()
-        rows = self._first.take(min(most, self._left), alone)
-        if not rows and self._first.in_last_wave:
-            rows = self._later_rows(min(most, self._left), alone)
-        self._left -= len(rows)
-        self._count_waiting(bool(rows) or not self._first.in_last_wave or self._feed.finished)
-        return rows
-
-    def digest(self, row: int) -> str:
-        return self._file.index.digest(row)
-
-    def partial(self, row: int) -> Items[CutChoice]:
-        return self._first.partial(row)
-
-    def _later_rows(self, most: int, alone: bool) -> Items[Row | RowFailure]:
-        state = self._journal.state
-        if self._next == state.num_rows and not self._feed.finished:
-            # With nothing in work, this waits: passes would spin.
-            self.num_waits += alone
-            if (growth := self._feed.grown(wait=alone)) is not None:
-                self._extend(growth)
-        rows = range(self._next, min(self._next + most, state.num_rows))
-        self._next = rows.stop
-        if rows:
-            self._feed.took(rows.stop)
-        return [self._file.new_row(row) for row in rows]
-
-    def _extend(self, growth: Growth) -> None:
-        """From here on the journal knows the rows: what is resumed begins with them."""
-        endpoints = Counter(self._journal.state.opened["endpoints"])
-        endpoints["short"] += growth.num_rows - self._journal.state.num_rows
-        content = {"nbytes": growth.nbytes, "sha256": growth.sha256}
-        self._journal.extend(num_rows=growth.num_rows, input=content, endpoints=dict(endpoints))
-
-    def _count_waiting(self, fed: bool) -> None:
-        now = time.perf_counter()
-        if self._waits_since is not None:
-            self.seconds_without_rows += now - self._waits_since
-        self._waits_since = None if fed else now
 
 
 # A text to continue has no parts, and neither has a chat answer whose model has no known marks.

@@ -18,9 +18,10 @@ from platformdirs import user_state_path
 from ..settings.applications import hooks
 from ..settings.errors import JobInUse, JobMismatch, JobNotFound, OutputExists, counted
 from .folder import JobFolder, JobLock, is_locked, now_text
-from .journal.journal import Journal
-from .journal.record import FINISHED
+from .journal.journal import Journal, read_answer
+from .journal.record import FINISHED, Done
 from .journal.repair import Repaired, repair
+from .journal.run_log import LoggedRun, read_runs
 from .journal.state import Counts, JobState, read_state
 from .outputs import OutputPaths, check_folder, export_partial
 
@@ -72,6 +73,16 @@ class JobStatus:
     @property
     def job_id(self) -> str:
         return str(self.state.opened["id"])
+
+    @property
+    def runs(self) -> list[LoggedRun]:
+        """What was logged of the runs of the job, in their order."""
+        return read_runs(self.folder.runs)
+
+    def failures(self, most: int) -> Iterator[tuple[str, int, list[Done]]]:
+        """(code, how many rows failed with it, the first `most` of them)."""
+        for code, rows in self.state.failures().items():
+            yield code, len(rows), [read_answer(self.folder.journal, row, at) for row, at in rows[:most]]
 
     @property
     def output(self) -> Path:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -17,9 +17,10 @@ from annotated_types import Ge, Le
 from ...offload.atomic_file import own_name, write_atomically
 from ..plan.cost_model import Resource
 from ..plan.fallback import Fallback
+from ..plan.kernels import Kernels
 from .journal.state import Counts
 
-SCHEMA = "moedge.run/8"
+SCHEMA = "moedge.run/9"
 
 Count = Annotated[int, Ge(0)]
 Amount = Annotated[float, Ge(0)]
@@ -232,6 +233,7 @@ class RunSummary:
     command: str | None = None
     model: Mapping[str, Any] = field(default_factory=dict)
     plan: Mapping[str, Any] = field(default_factory=dict)
+    kernels: Kernels | None = None
     seconds: Seconds = field(default_factory=Seconds)
     throughput: Throughput = field(default_factory=Throughput)
     predicted: Predicted = field(default_factory=Predicted)
@@ -246,6 +248,11 @@ class RunSummary:
     weights: Weights = field(default_factory=Weights)
     fallbacks: list[Fallback] = field(default_factory=list)
     workers: list[WorkerRun] = field(default_factory=list)
+
+    def without_memory(self) -> RunSummary:
+        """Of a worker that died: another one has the memory meanwhile."""
+        experts = replace(self.experts, held=None, total=None)
+        return replace(self, memory=Memory(), kv=KV(), experts=experts, predicted=Predicted())
 
     def as_dict(self) -> dict[str, Any]:
         return {"schema": SCHEMA} | asdict(self)

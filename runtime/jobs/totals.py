@@ -10,10 +10,8 @@ from typing import Any
 from ..engine.engine import Metrics, quantiles
 from .journal.state import Counts
 from .summary import (
-    KV,
     Experts,
     Latency,
-    Memory,
     Percentiles,
     Predicted,
     RunSummary,
@@ -22,32 +20,6 @@ from .summary import (
     Utilisation,
     summarise_rows,
 )
-
-
-def sum_metrics(each: Iterable[Metrics], sequences: bool) -> Metrics:
-    """The counters of all workers together; with `sequences`, the seconds of every sequence, too."""
-    total = Metrics()
-    for metrics in each:
-        for field in fields(Metrics):
-            found = getattr(metrics, field.name)
-            if isinstance(found, int):
-                setattr(total, field.name, getattr(total, field.name) + found)
-            elif field.name == "kv":
-                total.kv.add(found)
-            elif sequences:
-                getattr(total, field.name).extend(found)
-    return total
-
-
-def with_sequences(before: Metrics, now: Metrics) -> Metrics:
-    """The counters of a worker as they are now, with the seconds of the sequences that it reported before."""
-    return replace(now, ttft=before.ttft + now.ttft, tpot=before.tpot + now.tpot, total=before.total + now.total)
-
-
-def of_the_dead(summary: RunSummary) -> RunSummary:
-    """Without the memory that another worker has meanwhile."""
-    experts = replace(summary.experts, held=None, total=None)
-    return replace(summary, memory=Memory(), kv=KV(), experts=experts, predicted=Predicted())
 
 
 def merge_summaries(summaries: Sequence[RunSummary], metrics: Metrics, counts: Counts, seconds: Seconds) -> RunSummary:

@@ -49,7 +49,12 @@ REPORT_SECONDS = 0.5
 # Between two summaries, which cost more than counters.
 _SUMMARY_SECONDS = 2.0
 # Of a model's identity, what must be the same wherever a row is computed.
-SAME = ("model", "tokenizer", "versions")
+_SAME = ("model", "tokenizer", "versions")
+
+
+def same_everywhere(facts: Mapping[str, object]) -> dict[str, object]:
+    """Those of a job's facts that a worker compares with its own."""
+    return {name: facts[name] for name in _SAME}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +134,6 @@ class _LeasedRows:
     """The rows that a worker has, as the source of its engine."""
 
     exhausted = False
-    seconds_without_rows = None
-    num_waits = 0
 
     def __init__(self) -> None:
         self.held: dict[int, LeasedRow] = {}
@@ -285,7 +288,7 @@ class Worker:
     def hello(self, facts: Mapping[str, object]) -> WorkerInfo:
         """Raises JobMismatch where the model here, or what computes it, is another one than the job's."""
         found = identity(self._source, Defaults(), False).facts
-        for name in SAME:
+        for name in _SAME:
             if found[name] != facts[name]:
                 was = f"{facts[name]} -> {found[name]}" if name == "versions" else "another one"
                 raise JobMismatch(f"{name} of {self._source.name}: {was}; install what the job was begun with")

@@ -38,13 +38,15 @@ from ..kv.spec import KVSpec, StateSpec, state_format
 from ..kv.states import StatePool
 from ..model.assembly import LayerAssembly, install_head
 from ..model.definition import define
+from ..model.fused.executor import FusedExecutor
 from ..model.fused.layer import FusedLayer, buffers_nbytes
-from ..model.fused.selftest import fuse, stack_of
+from ..model.fused.selftest import fuse, fused_executor
 from ..model.recurrent.pass_states import PassStates
 from ..model.recurrent.seam import adapt_recurrences
 from ..model.runner import ModelRunner
 from ..model.weights_seam import PIECE_NUMEL, SMALL_PIECE_NUMEL, ArrivingLayers, move_resident, norm_in_pieces
 from ..plan.fallback import FallbackPolicy
+from ..plan.kernels import FUSED_DECODER, FUSED_LAYERS, SEAMS, Kernels, product_kernels
 from ..plan.memory_ledger import FUSED, KV_CACHE, PARKED, RINGS, STAGED, STATES, WEIGHTS, WORKSPACE, MemoryLedger
 from ..plan.placement import LOADING_NBYTES, Plan
 from ..sampling.sampler import Sampler
@@ -127,6 +129,12 @@ class LoadedEngine:
     key_offsets: KeyOffsets | None = None
     loss: Mapping[str, float] = field(default_factory=dict)
     fused: Sequence[FusedLayer] = ()
+
+    def kernels(self, plan: Plan) -> Kernels:
+        """What computes, as it was chosen when this was loaded by `plan`."""
+        whole = isinstance(self.model.executor, FusedExecutor)
+        executor = FUSED_DECODER if whole else FUSED_LAYERS if self.fused else SEAMS
+        return Kernels(executor, plan.attention, product_kernels(plan, self.shards))
 
     def start_counting(self) -> None:
         """Resets the counters of passes and of streamed bytes, so that they count what comes now."""
@@ -231,7 +239,7 @@ class Loading:
             packed.attention = make_attention(cache, self.plan, device)
             if device is not None:
                 warm_up_experts(layers, self.compute, TORCH_DTYPES[self.plan.dtype], device)
-            fused = self._fuse(packed, layers)
+            fused = self._fuse(packed, layers, cache)
             limits = PassLimits(self.plan.tokens_per_pass, self.plan.max_sequences, self.plan.prompt_cut)
             free = (lambda: None) if device is None else device.give_back
             engine = Engine(packed, Scheduler(limits, cache), Sampler(), free)
@@ -241,14 +249,14 @@ class Loading:
             ledger.record(ledger.computing.tier, FUSED, buffers_nbytes(fused))
         return LoadedEngine(engine, packed, self.shards, streamed, parking, ledger, device, offsets, fused=fused)
 
-    def _fuse(self, model: ModelRunner, layers: list[LayerAssembly]) -> list[FusedLayer]:
+    def _fuse(self, model: ModelRunner, layers: list[LayerAssembly], cache: KVCache) -> list[FusedLayer]:
         """The layers that the library's steps compute, where all weights are held and memory is free for buffers."""
-        if self.memory.streamed:
+        if self.memory.streamed or any(pool.spec.group.is_latent for pool in cache.pools):
             return []
         vocab, compute, plan = self.source.shape.vocab, self.compute, self.plan
         found = [each.layer for each in layers]
         fused = fuse(model, found, vocab, compute, plan.fused_nbytes, plan.tokens_per_pass)
-        stack_of(model, fused, len(layers), vocab, compute)
+        model.use(fused_executor(model, fused, len(layers), vocab, compute, cache))
         return fused
 
     def _ledger(self, streamed: StreamedWeights, cache: KVCache, parking: ParkingMemory) -> MemoryLedger:

@@ -1,1 +1,1 @@
-"""transformers' model definitions, with four seams: attention, experts, weights and norms (docs/internals.md)."""
+"""transformers' model definitions, with four seams: attention, experts, weights and norms (docs/dev/internals.md)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from ...quant.matmul.matmul import ParallelMatmul
 from ...quant.scratch import TILE
 from ...quant.tensor import PackedTensor
-from ..engine.batch import Batch
 
 
 class PackedLinear(nn.Module):
@@ -98,17 +97,6 @@ class TiledRows(nn.Module):
         return tuple(part[: len(rows)] for part in out)
 
 
-class Stack(Protocol):
-    """Computes all layers of a pass at once, called as a layer is; `ready` after a `begin` that returned True."""
-
-    @property
-    def ready(self) -> bool: ...
-
-    def begin(self, batch: Batch) -> bool: ...
-
-    def __call__(self, hidden: torch.Tensor, **named: Any) -> torch.Tensor: ...
-
-
 class ArrivingLayers(nn.ModuleList):
     """The decoder layers; iteration yields a layer once its shard has arrived, and frees the shard at the next step.
 
@@ -118,13 +106,8 @@ class ArrivingLayers(nn.ModuleList):
     def __init__(self, layers: Iterable[nn.Module], arrivals: Callable[[], Iterator[int]]) -> None:
         super().__init__(layers)
         self._arrivals = arrivals
-        # What computes all layers at once in passes for which it is ready; only where none arrives.
-        self.stack: Stack | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        if self.stack is not None and self.stack.ready:
-            yield self.stack
-            return
         for index in self._arrivals():
             yield self._modules[str(index)]
 
@@ -135,7 +118,7 @@ class ArrivingLayers(nn.ModuleList):
 
 # Elements that a norm computes at a time. transformers' norms are five operations with float32 temporaries of all rows:
 # 4 MiB here, where the heap keeps such buffers, and less where it returns large buffers to the system
-# (offload/heap.py). Measured over 4,096 tokens of 2,048 elements (docs/performance.md).
+# (offload/memory.py). Measured over 4,096 tokens of 2,048 elements (bench/results/log.md).
 PIECE_NUMEL = 1 << 20
 SMALL_PIECE_NUMEL = 1 << 17
 

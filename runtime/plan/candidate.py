@@ -15,8 +15,9 @@ from ...quant.formats.format import TILES, get_format
 from ...quant.kernels import tuning
 from ...quant.kernels.gpu import Gpu
 from ...quant.native import library
+from ...quant.native.interface import CONSTANTS
 from ...quant.scratch import fused_row_nbytes, whole_vectors
-from ..attention.choice import EXPANDED_NBYTES, PARTIALS_NBYTES, PIECE_TOKENS, ROWS, SCORED_NUMEL, TILE_NUMEL
+from ..attention.choice import EXPANDED_NBYTES, GATHERED_NUMEL, PARTIALS_NBYTES, ROWS, SCORED_NUMEL
 from ..kv.spec import BLOCK_TOKENS, SCAN_TOKENS, SCANNED_TOKENS, STEP_NBYTES, KVSpec, StateSpec, state_format
 from ..settings.budgets import MIB, DeviceBudget, process_nbytes
 from ..shape.model_shape import ExpertsShape, LayerShape, Matrix, ModelShape
@@ -107,8 +108,6 @@ _INPUT_COPIES, _FP32_INPUT_COPIES = 4, 2
 # Copies of [T, D] that live at once in a decoder layer: residual, normed (also in fp32), attention in and out.
 _HIDDEN_COPIES = 6
 _FP32_COPIES = 2
-# More threads than these take part of the slack.
-DECODING_THREADS = 4
 # The sampler works in tiles of at most this size.
 SAMPLER_NBYTES = 64 << 20
 
@@ -198,15 +197,15 @@ def _indexed_nbytes(widest: Widest, num_tokens: int, longest: int) -> int:
 
 
 def decoding_nbytes(widest: Widest, dtype: str, num_sequences: int, longest: int) -> int:
-    """Bytes that torch's attention takes for tokens that are decoded, beside `pass_nbytes`.
+    """Bytes that attention on a CPU takes for tokens that are decoded, beside `pass_nbytes`.
 
-    These are gathered keys, in float32 too, and their products; the partial results of pieces, and their sums.
+    These are gathered keys and values, and a copy of latents; their products in float32, of which softmax has two more;
+    or the partial results of the library's kernels, and sums of either.
     """
-    item = ITEM_NBYTES[dtype]
-    pieces = num_sequences * (longest // PIECE_TOKENS + 1)
-    job = min(TILE_NUMEL, pieces * PIECE_TOKENS * widest.kv) * (item + 8)
-    parts = min(PARTIALS_NBYTES, pieces * widest.sums * item)
-    return DECODING_THREADS * job + parts + 3 * num_sequences * widest.sums * 4
+    gathered = min(GATHERED_NUMEL, num_sequences * longest * widest.kv) * (3 * ITEM_NBYTES[dtype] + 8)
+    pieces = num_sequences * (longest // CONSTANTS["split"] + 1)
+    parts = min(PARTIALS_NBYTES, pieces * CONSTANTS["rows"] * widest.sums * 4)
+    return max(gathered, parts) + 3 * num_sequences * widest.sums * 4
 
 
 # Bytes of one tile of rows (operands.Pages), and of a token's slot.

@@ -32,7 +32,7 @@ NOTHING_PREPARED = Prepared()
 # Tokens of the text by which offsets of quantized keys are measured (runtime/weights/key_offsets.py).
 OFFSETS_TOKENS = 256.0
 # With a ring of hardly any expert, disk and compute take turns for half of what they could do together. Measured from 3
-# experts to 24, extrapolated to none (docs/performance.md).
+# experts to 24, extrapolated to none (bench/results/log.md).
 MOST_UNHIDDEN = 0.5
 
 

@@ -18,7 +18,7 @@ from .placement import Plan
 
 # How corrections are named.
 GENERATING, LOADING = "generating", "loading"
-# Of a machine that nobody measured (docs/plan.md).
+# Of a machine that nobody measured (docs/dev/internals.md).
 SLOW_READ_BYTES_S = 5e8
 SLOW_WRITE_BYTES_S = 2e8
 SLOW_CONVERT_BYTES_S = 4e8

@@ -1,8 +1,8 @@
 """The plan and its workload, and the tier of every weight shard. Closed form, torch-free.
 
 KV before experts: while weights do not fit, a byte gives more tokens per second as KV cache, which adds sequences to
-every pass, than as a held expert (docs/internals.md). So `choose_placement` divides the bytes that cache and scratch
-leave.
+every pass, than as a held expert (docs/dev/internals.md). So `choose_placement` divides the bytes that cache and
+scratch leave.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..shape.shards import ITEM_NBYTES, ModelShards, resident_nbytes
 RING_EXPERTS = 24
 MIN_RING_EXPERTS = 3
 # While threads compute on some experts of a ring others arrive, so a small one makes the disk wait for compute and
-# compute for the disk. Measured from 3 experts to 24: from this many on nothing waits (docs/performance.md).
+# compute for the disk. Measured from 3 experts to 24: from this many on nothing waits (bench/results/log.md).
 DEEP_RING_EXPERTS = 8
 # A layer computes while the next one's dense shard arrives.
 RING_LAYERS = 2
@@ -261,7 +261,7 @@ def stage(shards: ModelShards, held: Placement, free_nbytes: int) -> Placement |
     """The staging of the shards that a device does not hold (`held`) in `free_nbytes` of host memory.
 
     `held` counts as kept too, because neither comes from disk. There are rings even where all is kept: what cannot be
-    page-locked goes through them (docs/internals.md). None where not even the rings fit.
+    page-locked goes through them (docs/dev/internals.md). None where not even the rings fit.
     """
     rings = minimum(shards)
     dense_ring = rings.dense_ring if held.dense_ring else 0

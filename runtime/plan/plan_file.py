@@ -1,4 +1,4 @@
-"""A plan as a file, `moedge.plan/3`: what was asked, what was chosen, what it rests on. Torch-free."""
+"""A plan as a file, `moedge.plan/4`: what was asked, what was chosen, what it rests on. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from ..settings.errors import SettingError
 from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape
 from .history import machine_key, shape_key
+from .kernels import planned_kernels
 from .memory_ledger import OPTIONS, MemoryLedger
 from .placement import Plan
 from .planner import PlanRequest, PlanResult, SearchSpace
 from .what_if import Point, Suggestion
 
-SCHEMA = "moedge.plan/3"
+SCHEMA = "moedge.plan/4"
 # Settings whose value in a plan must be the one that a job asks for.
 _FIXED = ("dtype", "quant", "kv", "compute", "deterministic", "tokens_per_pass", "max_sequences")
 
@@ -59,6 +60,7 @@ def document(
         "settings": asdict(request.settings),
         "tiers": [tier.as_json() for tier in result.ledger.tiers.values()],
         "plan": result.plan.as_dict(),
+        "kernels": asdict(planned_kernels(result.plan, request.shape)),
         "prediction": result.prediction.as_dict(),
         "loading": asdict(loading),
         "formats": dict(result.seconds),

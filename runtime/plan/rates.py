@@ -11,7 +11,7 @@ from ...offload.machine import device_costs
 from ...offload.machine.profile import FlopRates, Machine, Overheads
 from .loading_cost import LoadingSpeeds
 
-# Rates of a machine without a profile: slow, so that a plan promises too little (docs/plan.md).
+# Rates of a machine without a profile: slow, so that a plan promises too little (docs/dev/internals.md).
 SLOW_DISK_BYTES_S = 5e8
 SLOW_LINK_BYTES_S = 6e9
 SLOW_MEMORY_BYTES_S = 1e10

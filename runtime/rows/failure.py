@@ -22,7 +22,7 @@ CONTINUE_CUT = "continue it with moedge jobs resume JOB --cut --max-tokens N"
 
 
 class ErrorCode(StrEnum):
-    """Listed from the file inwards; docs/rows.md says when each one is given."""
+    """Listed from the file inwards; docs/batches.md says when each one is given."""
 
     EMPTY_FILE = "empty_file"
     UNSUPPORTED_ENCODING = "unsupported_encoding"

@@ -4,7 +4,7 @@
         seed: Annotated[int, Option("Seed for rows that do not set one.", default=0, low=0, key=True)]
 
 The parameters of commands and of Python functions, what they accept, the keys of moedge.toml, the variables
-`MOEDGE_...`, `moedge config init` and docs/options.md are made of these. Torch-free.
+`MOEDGE_...`, `moedge config init` and docs/tables/options.md are made of these. Torch-free.
 """
 
 from __future__ import annotations

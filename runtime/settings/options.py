@@ -279,7 +279,7 @@ class SamplingOptions(SeedOptions, total=False):
 
 
 class RowOptions(TypedDict, total=False):
-    """What rows are read from the input file, and what their prompts are made of (docs/how-to-batches.md)."""
+    """What rows are read from the input file, and what their prompts are made of (docs/batches.md)."""
 
     input_format: Annotated[
         Literal["auto", "jsonl", "json", "csv", "tsv", "parquet", "txt"],

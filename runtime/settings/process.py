@@ -24,7 +24,7 @@ def wait_without_spinning() -> None:
     """Lets idle OpenMP threads sleep.
 
     By default they spin, even while another process needs their core: with both cores of a small machine busy
-    elsewhere, passes took 20 to 40 times as long (docs/performance.md). Batch jobs share their machines. Sleeping
+    elsewhere, passes took 20 to 40 times as long (bench/results/log.md). Batch jobs share their machines. Sleeping
     threads take 0.1 ms to wake up; therefore small operations use one thread (quant/matmul/matmul.py).
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -34,7 +34,7 @@ def use_large_pages() -> None:
     """Makes torch request pages of 2 MiB from Linux for large buffers.
 
     Buffers of a large pass are mapped again each time and faulted in page by page: that took half of the time of a norm
-    over 4,096 tokens (docs/performance.md).
+    over 4,096 tokens (bench/results/log.md).
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
@@ -51,7 +51,7 @@ def keep_few_products() -> None:
 
     oneDNN compiles a product of bf16 matrices for every number of rows that it meets, and the rows of an expert are
     other ones in every pass. A compiled product takes 0.27 MiB, and so does its description: with the defaults, 1,024
-    of each, a job grew by up to 0.5 GiB (docs/performance.md).
+    of each, a job grew by up to 0.5 GiB (bench/results/log.md).
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(PRIMITIVES))
     os.environ.setdefault("LRU_CACHE_CAPACITY", str(DESCRIPTORS))

@@ -1,7 +1,7 @@
 """The model families that moedge runs, those that it refuses, and the little that their config files do not say.
 
 Defaults of config fields come from `defaults.json`, which `runtime/model/defaults.py` generates from transformers.
-docs/models.md, which `make matrix` generates, says what ran with which release of transformers.
+docs/tables/models.md, which `make matrix` generates, says what ran with which release of transformers.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ def refusal(model_type: object) -> str:
     """Why a `model_type` does not run."""
     for reason, members in WANTING.items():
         if model_type in members:
-            return f"model type {model_type!r} has {reason}. docs/models.md lists the {len(SUPPORTED)} that run."
-    return f"model type {model_type!r:.80} is not supported; docs/models.md lists the {len(SUPPORTED)} that run."
+            return f"model type {model_type!r} has {reason}. docs/tables/models.md lists the {len(SUPPORTED)} that run."
+    return f"model type {model_type!r:.80} is not supported; docs/tables/models.md lists the {len(SUPPORTED)} that run."
 
 
 @cache

@@ -1,4 +1,4 @@
-"""ModelShape: everything that memory planning needs to know of a checkpoint. See docs/model-shape.md."""
+"""ModelShape: everything that memory planning needs to know of a checkpoint. See docs/dev/model-shape.md."""
 
 from __future__ import annotations
 

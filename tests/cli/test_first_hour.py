@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from moedge.apps.documents.view import waited_line
 from moedge.cli import main as command
 from moedge.offload.errors import FolderRefused
 from moedge.offload.store.manifest import make_folder
@@ -86,8 +85,3 @@ def test_the_demo_installs_what_users_need_and_takes_what_tests_have(tmp_path: P
     Path(stamp).touch()
     assert "pip" not in recipe("demo")
     assert "pip" not in recipe("test")
-
-
-@pytest.mark.parametrize(("seconds", "line"), [(None, ""), (0.2, ""), (75.0, "waited 1:15 for documents to be read")])
-def test_a_wait_for_documents_is_told_where_it_matters(seconds: float | None, line: str) -> None:
-    assert waited_line(seconds) == line

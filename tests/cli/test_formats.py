@@ -1,4 +1,4 @@
-"""`moedge batch` and `plan` over files that are not JSON lines, and the commands of docs/how-to-batches.md."""
+"""`moedge batch` and `plan` over files that are not JSON lines, and the recipes of docs/batches.md."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "tiny_moe" / "model"
-PAGE = (ROOT / "docs" / "how-to-batches.md").read_text()
+PAGE = (ROOT / "docs" / "batches.md").read_text().partition("\n## The input file\n")[0]
 
 Cli = Callable[..., int]
 

@@ -1,4 +1,4 @@
-"""Short memory and odd surroundings: cases M4, M5, M6, K2 and K5 of the failure table (docs/faults.md)."""
+"""Short memory and odd surroundings: cases M4, M5, M6, K2 and K5 of the failure table (docs/dev/faults.md)."""
 
 import itertools
 import json

@@ -53,7 +53,7 @@ def _in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_page_names_the_layouts_of_the_code() -> None:
-    page = (DOCS / "schemas.md").read_text()
+    page = (DOCS / "reference.md").read_text()
     for layout in LAYOUTS:
         assert f"`{layout}`" in page
     for path in (DOCS / "schemas").glob("*.json"):

@@ -1,7 +1,7 @@
 """What passes cost the host of a device may only go down: its waits, the copies and the kernels that it starts.
 
 The figures in host_cost.json are ceilings, of a qwen3_moe of three layers and eight experts in nf4 over keys in int8,
-three prompts: docs/performance.md explains them. They change in one direction, in the commit that lowers them.
+three prompts: bench/results/gpu.md explains them. They change in one direction, in the commit that lowers them.
 """
 
 import json
@@ -83,7 +83,7 @@ def hold(way: str, found: Figures, recorded: Any) -> None:
             ours = same or field != "launches"
             allowed = ceiling if ours else ceiling * OTHER_VERSIONS
             assert counted <= allowed, f"{what}. Take out what was added; HostCost.causes names what was counted."
-            lower = f"{what}. Lower it: write {json.dumps({way: found})} into {RECORDED.name} and docs/performance.md."
+            lower = f"{what}. Lower it: write {json.dumps({way: found})} into {RECORDED.name} and bench/results/gpu.md."
             assert counted >= ceiling or not ours, lower
 
 

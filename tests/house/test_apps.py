@@ -1,5 +1,6 @@
 """Applications stand on the public names of the core: each can be left out, and the rest runs."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 APPS = sorted(path.name for path in (ROOT / "apps").iterdir() if (path / "__init__.py").exists())
 # What applications import of the core, and what their commands import of the command line.
 FACES = (face, cli_face)
+MOST_NAMES = 150
 PUBLIC = {face.__name__.removeprefix("moedge."), cli_face.__name__.removeprefix("moedge.")}
 
 
@@ -32,6 +34,17 @@ def interior(graph: ImportGraph) -> list[str]:
 def test_applications_import_public_names_only() -> None:
     assert APPS
     assert interior(ImportGraph(ROOT, ("quant", "offload", "moe", "runtime", "apps", "cli", "api"))) == []
+
+
+def test_every_name_of_a_face_is_used_by_an_application() -> None:
+    """A face that grows by names that nobody needs bounds nothing."""
+    nodes = [node for path in (ROOT / "apps").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    for names in FACES:
+        tail = names.__name__.removeprefix("moedge.")
+        used = {each.name for node in imports if (node.module or "").endswith(tail) for each in node.names}
+        assert set(names.__all__) == used
+        assert len(used) <= MOST_NAMES
 
 
 @pytest.mark.parametrize("face", FACES, ids=lambda face: face.__name__)

@@ -67,7 +67,7 @@ def test_one_that_is_outside_is_noticed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("module", "name"), FAMILY)
 def test_every_refusal_has_a_code_of_its_own(module: str, name: str) -> None:
-    """Which is in docs/exit-codes.md, because test_docs.py compares that page with ExitCode."""
+    """Which is in docs/reference.md, because test_docs.py compares that page with ExitCode."""
     kind = getattr(importlib.import_module(f"moedge.{module}"), name)
     assert issubclass(kind, MoedgeError)
     assert isinstance(kind.exit_code, ExitCode)

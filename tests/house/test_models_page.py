@@ -1,4 +1,4 @@
-"""docs/models.md and families.py say the same."""
+"""docs/tables/models.md and families.py say the same."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from moedge.runtime.shape.families import DENSE, MOE, WANTING
 from support.models_page import page, verdicts
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).parents[2] / "docs" / "tables" / "models.md"
 
 
 def test_every_supported_family_works_with_the_newest_release() -> None:

@@ -1,4 +1,4 @@
-"""docs/options.md is what the declarations of options make of it, and no option is declared anywhere else."""
+"""docs/tables/options.md is what the declarations of options make of it, and no option is declared anywhere else."""
 
 import ast
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Runs every family whole, with this transformers and the oldest supported one, and writes docs/models.md.
+"""Runs every family whole, with this transformers and the oldest supported one, and writes docs/tables/models.md.
 
 A family's tiny random checkpoint is saved, read back, streamed at the smallest budget and run packed; greedy tokens in
 fp32 must be those of transformers' `generate`. It is a fault if a family does not work in this environment; of the
@@ -31,7 +31,7 @@ from support.family_run import run_family
 from support.models_page import formats_of, page
 
 VERDICTS = FOLDER / "models"
-PAGE = ROOT / "docs" / "models.md"
+PAGE = ROOT / "docs" / "tables" / "models.md"
 OLDEST = "5.17"
 # Of the oldest transformers' dependencies, those that this environment has in newer releases only.
 OLDER = (f"transformers=={OLDEST}.*", "huggingface_hub>=1.5,<2", "httpx")
@@ -45,7 +45,7 @@ def parts(quick: bool) -> Iterator[Part]:
             yield Part(family, partial(faults, family))
         return
     yield from recorded()
-    yield Part(f"transformers {OLDEST} and docs/models.md", write_page)
+    yield Part(f"transformers {OLDEST} and docs/tables/models.md", write_page)
 
 
 def set_up() -> None:

@@ -1,4 +1,4 @@
-"""Reads every layout of quantized checkpoints in every group of families, and writes the table of docs/models.md.
+"""Reads every layout of quantized checkpoints in every group of families, and writes docs/tables/models.md.
 
 Weights must be those of the format's own library or definition; then the checkpoint is prepared as `--quant auto` would
 where everything fits, and in nf4. Results are in build/matrix/quantized.json.
@@ -33,7 +33,7 @@ from support.models_page import FAMILY_GROUPS, with_formats
 from support.quantized_checkpoints import FORMATS, write_quantized
 
 RESULTS = FOLDER / "quantized.json"
-PAGE = ROOT / "docs" / "models.md"
+PAGE = ROOT / "docs" / "tables" / "models.md"
 QUICK = ("awq", "fp8 blocks", "gguf Q4_K")
 GGUF = ("F16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "IQ4_XS", "MXFP4")
 # Rows of whole blocks of K and I formats.
@@ -46,7 +46,7 @@ def parts(quick: bool) -> Iterator[Part]:
     for form in QUICK if quick else [*FORMATS, "mxfp4", *(f"gguf {kind}" for kind in GGUF)]:
         yield Part(form, partial(record, form))
     if not quick:
-        yield Part("docs/models.md", write_page)
+        yield Part("docs/tables/models.md", write_page)
 
 
 def record(form: str) -> list[str]:

@@ -77,7 +77,7 @@ struct Side {
         vectors.codes = codes.data();
         vectors.scales = groups ? scales.data() : nullptr;
         vectors.zeros = format == MOEDGE_INT4 ? zeros.data() : nullptr;
-        vectors.format = format;
+        vectors.format = moedge_format(format);
         vectors.width = width;
     }
 

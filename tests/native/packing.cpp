@@ -15,14 +15,15 @@
 #include "moedge_cpu.h"
 
 // What moedge_widen calls on processors without SSSE3.
-extern "C" void moedge_widen_portable(const int64_t *given);
+extern "C" void moedge_widen_portable(const moedge_widening *widening);
 
 namespace {
 
 using Random = std::mt19937;
 
-enum { NF4, INT4, MXFP4, INT8 };
-enum { ROWS, TILES, INT4PACK };
+enum { NF4 = int(moedge_weight_format::NF4), INT4 = int(moedge_weight_format::INT4), MXFP4 = int(moedge_weight_format::MXFP4),
+       INT8 = int(moedge_weight_format::INT8) };
+enum { ROWS = int(moedge_order::ROWS), TILES = int(moedge_order::TILES), INT4PACK = int(moedge_order::INT4PACK) };
 
 float from_bf16(uint16_t x) {
     const uint32_t bits = uint32_t(x) << 16;
@@ -159,18 +160,18 @@ struct Case {
         std::fill(codes.begin(), codes.end(), 0xab);
         std::fill(scales.begin(), scales.end(), 0xab);
         const int64_t blocks = whole / block;
-        std::vector<std::vector<int64_t>> given;
+        std::vector<moedge_packing> parts;
         for (int i = 0; i < threads; i++) {
             const int64_t first = blocks * i / threads * block, end = std::min(rows, blocks * (i + 1) / threads * block);
             if (first < end)
-                given.push_back({int64_t(x.data() + first * stride), stride, end - first, columns,
-                                 int64_t(codes.data() + first * columns / (format == INT8 ? 1 : 2)),
-                                 int64_t(scales.data() + scale_at(first, 0)), order == INT4PACK ? whole : 0, format, order, 7});
+                parts.push_back({x.data() + first * stride, stride, end - first, columns,
+                                 codes.data() + first * columns / (format == INT8 ? 1 : 2), scales.data() + scale_at(first, 0),
+                                 order == INT4PACK ? whole : 0, moedge_weight_format(format), moedge_order(order), 7});
         }
         std::vector<std::thread> running;
-        for (auto &each : given) running.emplace_back(moedge_pack, each.data());
+        for (auto &each : parts) running.emplace_back(moedge_pack, &each);
         for (auto &each : running) each.join();
-        return std::all_of(given.begin(), given.end(), [](const std::vector<int64_t> &each) { return each[9] == 1; });
+        return std::all_of(parts.begin(), parts.end(), [](const moedge_packing &each) { return each.finite == 1; });
     }
 
     bool right() const {
@@ -214,18 +215,17 @@ struct Widening {
     int64_t code_stride() const { return columns / 2 + 16 * apart; }
     int64_t scale_stride() const { return columns / 32 + apart; }
 
-    void run(void (*widen)(const int64_t *), int threads) {
+    void run(void (*widen)(const moedge_widening *), int threads) {
         std::fill(out.begin(), out.end(), 0xabab);
-        std::vector<std::vector<int64_t>> given;
+        std::vector<moedge_widening> parts;
         for (int i = 0; i < threads; i++) {
             const int64_t first = rows * i / threads, end = rows * (i + 1) / threads;
             if (first < end)
-                given.push_back({int64_t(codes.data() + first * code_stride()), code_stride(),
-                                 int64_t(scales.data() + first * scale_stride()), scale_stride(),
-                                 int64_t(out.data() + first * columns), end - first, columns});
+                parts.push_back({codes.data() + first * code_stride(), code_stride(), scales.data() + first * scale_stride(),
+                                 scale_stride(), out.data() + first * columns, end - first, columns});
         }
         std::vector<std::thread> running;
-        for (auto &each : given) running.emplace_back(widen, each.data());
+        for (auto &each : parts) running.emplace_back(widen, &each);
         for (auto &each : running) each.join();
     }
 

@@ -43,7 +43,7 @@ struct Kind {
     explicit Kind(Random &random) : int8(random() % 3 == 0), integers(random() % 2 == 0) {}
 };
 
-// A matrix, and the 9 numbers that describe it.
+// A matrix, and its bias.
 struct Matrix {
     Kind kind;
     int64_t rows, columns, group;
@@ -57,13 +57,13 @@ struct Matrix {
         for (auto &each : codes) each = uint8_t(random());
     }
 
-    void describe(std::vector<int64_t> &given) const {
-        for (const void *each : {(const void *)(bias.empty() ? nullptr : bias.data()), (const void *)codes.data(),
-                                 (const void *)scales.data(), (const void *)nullptr})
-            given.push_back(int64_t(each));
-        const int64_t values = (kind.int8 ? 3 : 0) + (kind.integers ? 8 : 0), scales_kind = kind.int8 ? 0 : 4;
-        for (int64_t each : {rows, columns, group, values, scales_kind}) given.push_back(each);
+    moedge_matrix native() const {
+        return {codes.data(), (const uint8_t *)scales.data(), nullptr, rows, columns, group,
+                kind.int8 ? moedge_codes::INT8 : moedge_codes::INT4,
+                kind.int8 ? moedge_scales::BFLOAT16 : moedge_scales::PAIRS};
     }
+
+    const uint16_t *bias_or_null() const { return bias.empty() ? nullptr : bias.data(); }
 
     double weight(int64_t row, int64_t column) const {
         const int64_t tile = row / 32, i = row % 32;
@@ -89,13 +89,14 @@ struct Matrix {
 
 size_t row_nbytes(int64_t columns) { return size_t(2 * columns + columns / 8); }
 
-// Calls `kernel` on threads; its counters are the last 16 numbers, and number `at` of `given` is their address.
-void run(void (*kernel)(const int64_t *), std::vector<int64_t> given, size_t at, int threads) {
-    given.resize(given.size() + 16, 0);
-    given[at] = int64_t(given.data() + given.size() - 16);
+// Calls `kernel` on threads.
+template <class Arguments>
+void run(void (*kernel)(const Arguments *), Arguments arguments, int threads) {
+    int64_t counters[MOEDGE_COUNTERS] = {};
+    arguments.counters = counters;
     std::vector<std::thread> others;
-    for (int i = 1; i < threads; i++) others.emplace_back(kernel, given.data());
-    kernel(given.data());
+    for (int i = 1; i < threads; i++) others.emplace_back(kernel, &arguments);
+    kernel(&arguments);
     for (auto &each : others) each.join();
 }
 
@@ -127,17 +128,15 @@ bool one_matrix(Random &random) {
     for (int turn = 0; turn < 2; turn++) {
         found[turn].resize(size_t(rows * matrix.rows));
         std::vector<char> scratch(size_t(rows) * row_nbytes(matrix.columns));
-        std::vector<int64_t> given = {int64_t(x.data()), matrix.columns, int64_t(found[turn].data()), matrix.rows, rows,
-                                      int64_t(scratch.data()), 0};
-        matrix.describe(given);
-        run(moedge_multiply, given, 6, turn ? 3 : 1);
+        run(moedge_multiply,
+            {x.data(), matrix.columns, found[turn].data(), matrix.rows, rows, scratch.data(), nullptr, matrix.native(),
+             matrix.bias_or_null(), kind.integers},
+            turn ? 3 : 1);
     }
     // In memory of its own size: nothing is written beside it.
-    std::vector<int64_t> widening;
-    matrix.describe(widening);
     Numbers wide(size_t(matrix.rows * matrix.columns));
-    widening.push_back(int64_t(wide.data()));
-    moedge_widen_tiles(widening.data());
+    const moedge_tiles_widening widening = {matrix.native(), wide.data()};
+    moedge_widen_tiles(&widening);
     for (int64_t n = 0; n < matrix.rows; n += 5)
         for (int64_t k = 0; k < matrix.columns; k++) {
             const double exact = matrix.weight(n, k), made = from_bf16(wide[size_t(n * matrix.columns + k)]);
@@ -153,7 +152,8 @@ bool experts(Random &random) {
     const int64_t width = 32 * (1 + random() % 4), inner = 32 * (1 + random() % 3), count = 1 + random() % 4, tokens = 9;
     const Kind kind(random);
     std::vector<Matrix> ups, downs;
-    std::vector<int64_t> rows, jobs, token_ids;
+    std::vector<int64_t> rows, token_ids;
+    std::vector<moedge_job> jobs;
     for (int64_t e = 0; e < count; e++) {
         ups.emplace_back(random, kind, 2 * inner, width, 32);
         downs.emplace_back(random, kind, width, inner, 32);
@@ -162,9 +162,9 @@ bool experts(Random &random) {
     int64_t first = 0;
     const size_t nbytes = row_nbytes(width) + row_nbytes(inner);
     for (int64_t e = 0; e < count; e++) {
-        for (int64_t each : {first, rows[size_t(e)], int64_t(size_t(first) * nbytes)}) jobs.push_back(each);
-        ups[size_t(e)].describe(jobs);
-        downs[size_t(e)].describe(jobs);
+        const Matrix &up = ups[size_t(e)], &down = downs[size_t(e)];
+        jobs.push_back({first, rows[size_t(e)], int64_t(size_t(first) * nbytes),
+                        {up.native(), down.native(), up.bias_or_null(), down.bias_or_null()}});
         first += rows[size_t(e)];
     }
     for (int64_t r = 0; r < first; r++) token_ids.push_back(random() % tokens);
@@ -174,9 +174,9 @@ bool experts(Random &random) {
         found[turn].resize(size_t(first * width));
         std::vector<char> scratch(size_t(first) * nbytes);
         run(moedge_experts,
-            {int64_t(hidden.data()), width, int64_t(token_ids.data()), int64_t(found[turn].data()), width,
-             int64_t(scratch.data()), 0, 0, count, int64_t(jobs.data()), 0},
-            10, turn ? 3 : 1);
+            {hidden.data(), width, token_ids.data(), found[turn].data(), width, scratch.data(), count, jobs.data(), nullptr,
+             moedge_activation::SILU, 0, kind.integers},
+            turn ? 3 : 1);
     }
     Error error;
     for (int64_t e = 0, r = 0; e < count; r += rows[size_t(e)], e++) {

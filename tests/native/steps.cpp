@@ -17,10 +17,6 @@ namespace {
 
 using Random = std::mt19937;
 using Numbers = std::vector<uint16_t>;
-using Arguments = std::vector<int64_t>;
-
-enum { MULTIPLY, EXPERTS, NORM, HEADS, ROUTER, CHOOSE, GROUP, COMBINE };
-enum { COUNTERS = 32 };
 
 Numbers random_numbers(Random &random, int64_t count, float scale) {
     Numbers made;
@@ -31,11 +27,6 @@ Numbers random_numbers(Random &random, int64_t count, float scale) {
         made.push_back(uint16_t(bits >> 16));
     }
     return made;
-}
-
-template <class T>
-int64_t at(const std::vector<T> &memory) {
-    return int64_t(memory.data());
 }
 
 // A matrix of 4-bit integers with pairs of scale and zero for 32 columns.
@@ -50,19 +41,12 @@ struct Matrix {
         for (auto &each : codes) each = uint8_t(random());
     }
 
-    void describe(Arguments &given) const {
-        for (int64_t each : {int64_t(0), at(codes), at(scales), int64_t(0), rows, columns, int64_t(32), int64_t(0), int64_t(4)})
-            given.push_back(each);
+    moedge_matrix native() const {
+        return {codes.data(), (const uint8_t *)scales.data(), nullptr, rows, columns, 32, moedge_codes::INT4, moedge_scales::PAIRS};
     }
 };
 
 int64_t row_nbytes(int64_t columns) { return 2 * columns + columns / 8; }
-
-int64_t bits_of(float number) {
-    uint32_t bits;
-    memcpy(&bits, &number, 4);
-    return bits;
-}
 
 struct Layer {
     int64_t rows, dim, kv_heads, width, inner, experts, chosen;
@@ -84,58 +68,52 @@ struct Layer {
         }
     }
 
-    Arguments multiply(const Matrix &matrix, const Numbers &x, Numbers &y, std::vector<char> &scratch, int64_t counters) const {
+    moedge_product product(const Matrix &matrix, const Numbers &x, Numbers &y, std::vector<char> &scratch, int64_t *counters) const {
         scratch.resize(size_t(rows * row_nbytes(matrix.columns)));
-        Arguments given = {at(x), matrix.columns, at(y), matrix.rows, rows, at(scratch), counters};
-        matrix.describe(given);
-        return given;
+        return {x.data(), matrix.columns, y.data(), matrix.rows, rows, scratch.data(), counters, matrix.native(), nullptr, 0};
     }
 
     // The layer's result, with queries in place of what attention would give.
     Numbers result(int threads) const {
         constexpr int64_t STEPS = 12;
-        std::vector<int64_t> counters(COUNTERS * (STEPS + 1));
-        const auto own = [&](int64_t step) { return int64_t(counters.data() + COUNTERS * (step + 1)); };
+        std::vector<int64_t> counters(MOEDGE_STEP_COUNTERS * (STEPS + 1));
+        const auto own = [&](int64_t step) { return counters.data() + MOEDGE_STEP_COUNTERS * (step + 1); };
         Numbers normed(hidden.size()), total(hidden.size()), projected(hidden.size()), out(hidden.size());
         Numbers qs(size_t(rows * q.rows)), ks(size_t(rows * k.rows)), vs(size_t(rows * v.rows));
         const int64_t block = 4, blocks = (rows + block - 1) / block;
         Numbers keys(size_t(blocks * block * k.rows)), values(keys.size()), outputs(size_t(rows * chosen * width));
-        Arguments slots, table, ids(size_t(rows * chosen)), counts(size_t(experts), 0), token_ids(ids.size()), assignment_rows(ids.size());
+        std::vector<int64_t> slots, ids(size_t(rows * chosen)), counts(size_t(experts), 0), token_ids(ids.size()), assignment_rows(ids.size());
         for (int64_t r = 0; r < rows; r++) slots.push_back(rows - 1 - r);
         std::vector<float> logits(size_t(rows * experts)), weights(ids.size());
         std::vector<char> packed[4], scratch(ids.size() * size_t(row_nbytes(width) + row_nbytes(inner)));
-        for (int64_t e = 0; e < experts; e++) {
-            ups[size_t(e)].describe(table);
-            downs[size_t(e)].describe(table);
-        }
-        Arguments mixture(size_t(11 + (experts + rows * chosen / MOEDGE_MOST_ROWS) * 21), 0);
-        const int64_t jobs = int64_t(mixture.data() + 11);
-        const Arguments fixed = {at(normed), width, at(token_ids), at(outputs), width, at(scratch), 0, 0, 0, jobs, own(10)};
-        std::copy(fixed.begin(), fixed.end(), mixture.begin());
-        const std::vector<Arguments> all = {
-            {at(hidden), 0, at(norm), 0, at(normed), bits_of(1e-5f), 0, rows, width},
-            multiply(q, normed, qs, packed[0], own(1)),
-            multiply(k, normed, ks, packed[1], own(2)),
-            multiply(v, normed, vs, packed[2], own(3)),
-            {rows, dim, dim, at(cos), at(sin), at(qs), 2 * kv_heads, at(head_norm), bits_of(1e-6f), 1, at(ks), kv_heads, 0, 0, 0,
-             1, at(ks), at(vs), at(keys), at(values), at(slots), kv_heads, dim, block},
-            multiply(o, qs, projected, packed[3], own(5)),
-            {at(hidden), at(projected), at(norm), at(total), at(normed), bits_of(1e-5f), 1, rows, width},
-            {at(normed), at(router), at(logits), rows, width, experts},
-            {at(logits), at(ids), at(weights), rows, experts, chosen, 1},
-            {at(ids), at(table), at(counts), at(token_ids), at(assignment_rows), at(mixture), jobs, rows, chosen, experts,
-             row_nbytes(width) + row_nbytes(inner)},
-            {},
-            {at(outputs), at(total), at(assignment_rows), at(weights), at(out), rows, chosen, width},
+        std::vector<moedge_expert> table;
+        for (size_t e = 0; e < ups.size(); e++) table.push_back({ups[e].native(), downs[e].native(), nullptr, nullptr});
+        std::vector<moedge_job> jobs(size_t(experts + rows * chosen / MOEDGE_MOST_ROWS));
+        moedge_norm first = {hidden.data(), nullptr, norm.data(), nullptr, normed.data(), rows, width, 1e-5f, 0};
+        moedge_product products[] = {product(q, normed, qs, packed[0], own(1)), product(k, normed, ks, packed[1], own(2)),
+                                     product(v, normed, vs, packed[2], own(3)), product(o, qs, projected, packed[3], own(5))};
+        moedge_heads heads = {rows, dim, dim, cos.data(), sin.data(), {qs.data(), head_norm.data(), 2 * kv_heads, 1e-6f, 1},
+                              {ks.data(), nullptr, kv_heads, 0, 0}, vs.data(), keys.data(), values.data(), slots.data(), block};
+        moedge_norm second = {hidden.data(), projected.data(), norm.data(), total.data(), normed.data(), rows, width, 1e-5f, 1};
+        moedge_router scores = {normed.data(), router.data(), logits.data(), rows, width, experts};
+        moedge_choice choice = {logits.data(), ids.data(), weights.data(), rows, experts, chosen, 1};
+        moedge_mixture mixture = {normed.data(), width, token_ids.data(), outputs.data(), width, scratch.data(), 0, jobs.data(),
+                                  own(10), moedge_activation::SILU, 0, 0};
+        moedge_grouping grouping = {ids.data(), table.data(), counts.data(), token_ids.data(), assignment_rows.data(), &mixture,
+                                    rows, chosen, experts, row_nbytes(width) + row_nbytes(inner)};
+        moedge_combination combination = {outputs.data(), total.data(), assignment_rows.data(), weights.data(), out.data(), rows,
+                                          chosen, width};
+        using Kind = moedge_kind;
+        const moedge_step steps[STEPS] = {
+            {Kind::NORM, 1, &first},          {Kind::MULTIPLY, 0, &products[0]}, {Kind::MULTIPLY, 0, &products[1]},
+            {Kind::MULTIPLY, 1, &products[2]}, {Kind::HEADS, 1, &heads},          {Kind::MULTIPLY, 1, &products[3]},
+            {Kind::NORM, 1, &second},         {Kind::ROUTER, 1, &scores},        {Kind::CHOOSE, 1, &choice},
+            {Kind::GROUP, 1, &grouping},      {Kind::EXPERTS, 1, &mixture},      {Kind::COMBINE, 1, &combination},
         };
-        const int64_t kinds[STEPS] = {NORM, MULTIPLY, MULTIPLY, MULTIPLY, HEADS, MULTIPLY, NORM, ROUTER, CHOOSE, GROUP, EXPERTS, COMBINE};
-        Arguments given = {STEPS, int64_t(counters.data()), int64_t(counters.data() + COUNTERS)};
-        for (int64_t s = 0; s < STEPS; s++)
-            for (int64_t each : {kinds[s], kinds[s] == EXPERTS ? at(mixture) : at(all[size_t(s)]), int64_t(s != 1 && s != 2)})
-                given.push_back(each);
+        const moedge_run run = {STEPS, steps, counters.data(), own(0)};
         std::vector<std::thread> others;
-        for (int i = 1; i < threads; i++) others.emplace_back(moedge_steps, given.data());
-        moedge_steps(given.data());
+        for (int i = 1; i < threads; i++) others.emplace_back(moedge_steps, &run);
+        moedge_steps(&run);
         for (auto &each : others) each.join();
         out.insert(out.end(), keys.begin(), keys.end());
         return out;

@@ -1,17 +1,14 @@
 """The library of CPU kernels: how it is built, loaded and left out, and its kernels under the compiler's sanitizers."""
 
 import os
-import re
 import shutil
 import subprocess
 import sys
-from ctypes import sizeof
 from pathlib import Path
 
 import pytest
 
 from moedge.quant.native import build, library
-from moedge.quant.native.attention import ROWS, SPLIT, Attention
 from support.native_driver import DRIVERS, SANITIZERS, build_driver, run_driver
 
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which(build.COMPILER) is None, reason=f"{build.COMPILER} was not found")
@@ -50,17 +47,6 @@ def test_moedge_isa_forces_a_lesser_instruction_set() -> None:
         command = [sys.executable, "-c", code]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         assert list(build.SETS).index(done.stdout.strip()) <= list(build.SETS).index(isa)
-
-
-def test_python_s_side_of_the_interface_is_that_of_the_header() -> None:
-    header = (build.HERE / "moedge_cpu.h").read_text()
-    assert f"MOEDGE_SPLIT = {SPLIT}, MOEDGE_ROWS = {ROWS}," in header
-    body = re.search(r"struct moedge_attention \{(.*?)\n\};", header, re.DOTALL)
-    assert body is not None
-    named = re.findall(r"(\w+)(?:\[\w+\])?;", re.sub("//.*", "", body[1]))
-    assert named == [name for name, _ in Attention._fields_]
-    # The library's own assertion has the same number.
-    assert f"sizeof(moedge_attention) == {sizeof(Attention)}," in (build.HERE / "library.cpp").read_text()
 
 
 def test_without_a_compiler_nothing_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

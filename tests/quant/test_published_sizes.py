@@ -30,7 +30,7 @@ def _one_thread() -> None:
 
 
 def test_there_is_a_model_of_every_family_that_runs() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "tables" / "models.md").read_text()
     tables = page.partition("## Refused")[0]
     assert {each.family for each in PUBLISHED} == set(re.findall(r"^\| `(\w+)` \|", tables, re.MULTILINE))
 

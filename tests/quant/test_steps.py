@@ -55,14 +55,14 @@ def test_norms_add_what_comes_before_them(rows: int, width: int, plus_one: bool,
     x, added = numbers(rows, 32 * width), numbers(rows, 32 * width, seed=1)
     weight = NormWeight(numbers(32 * width, seed=2), 1e-5, plus_one)
     total, out = torch.zeros_like(x), torch.empty_like(x)
-    run([Step(steps.NORM, steps.norm(x, added if adds else None, total, weight, out))], rows, threads)
+    run([Step(steps.norm(x, added if adds else None, total, weight, out))], rows, threads)
     if adds:
         assert torch.equal(total, x + added)
     meant = rms(x + added if adds else x, weight.weight.double() + plus_one, 1e-5)
     assert error_of(out, meant) < TOLERANCE
     alone = torch.empty_like(x[:1])
     last = (added[-1:] if adds else None, total[:1].clone())
-    run([Step(steps.NORM, steps.norm(x[-1:], *last, weight, alone))], 1, 1)
+    run([Step(steps.norm(x[-1:], *last, weight, alone))], 1, 1)
     assert torch.equal(alone[0], out[-1]), "a row's bits depend on the row alone"
 
 
@@ -92,10 +92,9 @@ def test_heads_are_normed_rotated_and_stored(
     slots = torch.randperm(rows + 5, generator=torch.Generator().manual_seed(1))[:rows]
     cache = torch.zeros(2, (rows + 12) // block, kv_heads, block, dim, dtype=torch.bfloat16)
     arguments = steps.heads(HeadRows(q, norms[0]), HeadRows(k, norms[1]), v, rotary, block)
-    arguments[steps.COS], arguments[steps.SIN], arguments[steps.STORES] = cos.data_ptr(), sin.data_ptr(), 1
-    arguments[steps.KEY_CODES], arguments[steps.VALUE_CODES] = cache[0].data_ptr(), cache[1].data_ptr()
-    arguments[steps.SLOTS] = slots.data_ptr()
-    run([Step(steps.HEADS, arguments)], rows, threads)
+    arguments.cos, arguments.sin, arguments.slots = cos.data_ptr(), sin.data_ptr(), slots.data_ptr()
+    arguments.key_codes, arguments.value_codes = cache[0].data_ptr(), cache[1].data_ptr()
+    run([Step(arguments)], rows, threads)
     assert all(error_of(found, exact) < TOLERANCE for found, exact in zip((q, k), meant, strict=True))
     for stored, side in zip(cache, (k, v), strict=True):
         assert torch.equal(stored[slots // block, :, slots % block], side)
@@ -116,7 +115,7 @@ def test_routers_choose_the_largest(
     x, weight, routed = numbers(rows, 64, seed=seed), numbers(count, 64, seed=seed + 1), routed_of(rows, chosen, count)
     logits = torch.empty(rows, count)
     choosing = steps.choose(logits, routed.ids, routed.weights, normalised)
-    run([Step(steps.ROUTER, steps.router(x, weight, logits)), Step(steps.CHOOSE, choosing)], rows, threads)
+    run([Step(steps.router(x, weight, logits)), Step(choosing)], rows, threads)
     exact = x.double() @ weight.double().t()
     assert error_of(logits, exact) < 1e-5
     found = logits.double().softmax(-1)
@@ -129,7 +128,7 @@ def test_routers_choose_the_largest(
 def test_of_equal_logits_the_first_experts_are_chosen() -> None:
     routed = routed_of(1, 3, 8)
     logits = torch.tensor([[1.0, 2, 2, 0, 2, 2, 1, 2]])
-    run([Step(steps.CHOOSE, steps.choose(logits, routed.ids, routed.weights, True))], 1, 1)
+    run([Step(steps.choose(logits, routed.ids, routed.weights, True))], 1, 1)
     assert routed.ids.tolist() == [[1, 2, 4]]
     assert torch.allclose(routed.weights, torch.full((1, 3), 1 / 3))
 
@@ -153,9 +152,9 @@ def mix(
     table, outputs, out = steps.experts_table(experts), hidden.new_empty(rows * chosen, 64), torch.empty_like(hidden)
     scratch = torch.empty(rows * chosen * steps.expert_row_nbytes(experts[0]), dtype=torch.uint8)
     combining = steps.combine(outputs, hidden, routed)
-    combining[steps.COMBINED] = out.data_ptr()
-    mixing = steps.mixture(hidden, routed, experts[0], table, Gate("silu"), outputs, scratch)
-    run([*mixing, Step(steps.COMBINE, combining)], rows, threads)
+    combining.out = out.data_ptr()
+    mixing = steps.mixture(hidden, routed, table, Gate("silu"), outputs, scratch)
+    run([*mixing, Step(combining)], rows, threads)
     return out, routed
 
 
@@ -187,11 +186,11 @@ def test_products_of_many_rows_have_the_bits_of_few(rows: int) -> None:
     """Rows are multiplied in blocks, whose inputs stay in a core's cache."""
     x, matrix = numbers(rows, 96), tiles(numbers(64, 96, seed=1) / 8)
     found, scratch = x.new_empty(rows, 64), torch.empty(rows * row_nbytes(96), dtype=torch.uint8)
-    run([Step(steps.MULTIPLY, steps.multiply(x, matrix, None, found, scratch))], rows, 3)
+    run([Step(steps.multiply(x, matrix, None, found, scratch))], rows, 3)
     meant = torch.empty_like(found)
     for first in range(0, rows, 50):
         some, out = x[first : first + 50], meant[first : first + 50]
-        run([Step(steps.MULTIPLY, steps.multiply(some, matrix, None, out, scratch))], len(some), 1)
+        run([Step(steps.multiply(some, matrix, None, out, scratch))], len(some), 1)
     assert torch.equal(found, meant)
 
 
@@ -203,7 +202,7 @@ def test_steps_wait_for_those_before_them() -> None:
     scratch = torch.empty(5 * row_nbytes(128), dtype=torch.uint8)
     chain = Steps(
         [
-            Step(steps.MULTIPLY, steps.multiply(x, matrix, None, y, scratch))
+            Step(steps.multiply(x, matrix, None, y, scratch))
             for x, matrix, y in zip(buffers, matrices, buffers[1:], strict=False)
         ]
     )

@@ -104,8 +104,10 @@ def test_formats_lose_no_more_than_a_hundredth(name: str, case: Case, found: Fou
 def test_the_table_of_what_formats_lose(
     of: str, found: FoundOf, defined: DefinitionsOf, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Printed; off the grid formats lose in the order in which `auto` and docs/quality.md rank them. All formats together
-    answer as their definitions do, at least as often as these do in bf16."""
+    """Printed; off the grid formats lose in the order in which `auto` and docs/quality.md rank them.
+
+    All formats together answer as their definitions do, at least as often as these do in bf16.
+    """
     results = [(case, result(found, of, case)) for case in cases.weights_and_compute()]
     with capsys.disabled():
         print(f"\n\n{of}:\n", *tables.weights(results, defined(of)), sep="\n")

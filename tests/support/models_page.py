@@ -1,4 +1,4 @@
-"""docs/models.md: what ran, as a page, and the page read back."""
+"""docs/tables/models.md: what ran, as a page, and the page read back."""
 
 import json
 import re
@@ -6,25 +6,10 @@ from pathlib import Path
 
 from moedge.runtime.shape.families import DENSE, MOE, WANTING
 
-HEAD = """# Models
+HEAD = """# Families and formats that were run
 
-This page lists the families of transformers that run, and why others are refused. `make matrix` generates it from
-runs: a tiny random checkpoint of each family is saved, read back, streamed from disk at the smallest budget and run
-in a batch with other sequences; with `--dtype fp32 --deterministic` its greedy tokens must equal those of
-transformers' `generate`. The columns are releases of transformers at both ends of the supported range.
-
-The family is the `model_type` in config.json; the models of a family share its code, whatever their size. The family
-of a model with image or audio input is its text model (`gemma4_text` of `gemma4`). Such a checkpoint runs for text if
-its own type is `aria`, `gemma3`, `gemma4`, `gemma4_unified`, `llama4`, `llava`, `mistral3`, `qwen3_5` or
-`qwen3_5_moe`: tensors of its other parts are not read and not counted, and rows with images are refused. Rotary
-embeddings that depend on the longest sequence (`dynamic`, `longrope`) are refused in every family: a row's answer
-would depend on the other rows of its batch. Code that a checkpoint brings (`auto_map` in config.json, as of
-DeepSeek-V3 or Kimi-Linear) is never run: transformers' class computes the family, and `plan` and `batch` say so in a
-line; a family that transformers does not have is refused.
-
-The families with sparse attention by an indexer, `axk2`, `deepseek_v32` and `glm_moe_dsa`, attend to the `index_topk`
-tokens that it chooses (2,048 in published models). Its keys are cached beside the latents: 256 bytes a token and layer
-in bf16, 130 under `--kv int8` and `int4`.
+`make matrix` generates this page from runs; [models](../models.md) says what it means. Columns are releases of
+transformers at both ends of the supported range.
 """
 
 
@@ -66,19 +51,11 @@ def _cell(result: str) -> str:
 FAMILY_GROUPS = {"experts one by one": "qwen3_moe", "stacked experts": "gpt_oss", "dense": "llama"}
 FORMATS_HEAD = """## Quantized checkpoints
 
-What becomes of the weights of a quantized checkpoint: *kept* ones have the codes and scales of the files, bit by bit;
-others are *widened* to floats, a matrix at a time in memory, and packed again. Every row ran: the checkpoint was
-written by the format's own library (compressed-tensors, bitsandbytes, transformers) or by its published layout (GPTQ,
-AWQ), and its weights were those of that library. After *packed in* is what `--quant auto` takes where everything fits;
-`nf4 loses` is the relative L2 error of packing the weights again in nf4. Other methods (AQLM, HQQ, TorchAO, Quark,
-ModelOpt, ...) are refused with their name. `moedge check MODEL` compares the logits of any checkpoint with those of
-transformers ([quality.md](quality.md#against-transformers)).
-
-GGUF files (`pip install 'moedge[formats]'`) are given by their path, or as `owner/repository/FILE.gguf`; any part
-names a split one. Their architectures are llama (with experts: `mixtral`), qwen2, qwen2moe, qwen3, qwen3moe, gpt-oss,
-gemma2 and gemma3; configuration, tokenizer and chat template are those of the file. Llama 3's rotary scaling, which a
-file does not name, is recognized by its factors. Types that are not in the table are widened, too. The package gguf
-wrote the files of the table, with random blocks where it only dequantizes a type.
+What becomes of the weights: *kept* ones have the codes and scales of the files, bit by bit; others are *widened* to
+floats and packed again. Every row ran: the checkpoint was written by the format's own library (compressed-tensors,
+bitsandbytes, transformers, gguf) or by its published layout (GPTQ, AWQ), and its weights were those of that library.
+After *packed in* is what `--quant auto` takes where everything fits; `nf4 loses` is the relative L2 error of packing
+the weights again in nf4. GGUF files have random blocks where the package gguf only dequantizes a type.
 """
 _NAMES = {
     "fp8 blocks": "FP8, blocks (`weight_scale_inv`)", "mxfp8": "MXFP8", "fbgemm": "FP8, rows (FBGEMM)",

@@ -1,4 +1,4 @@
-"""docs/options.md: the declared options of all commands, as a page. `python -m support.options_page` writes it."""
+"""docs/tables/options.md: the declared options of all commands; `python -m support.options_page` writes it."""
 
 import json
 from collections.abc import Iterator
@@ -11,14 +11,14 @@ from moedge.cli.main import app
 from moedge.cli.options.configured_command import configured_commands
 from moedge.runtime.settings.option import Option
 
-PAGE = Path(__file__).parents[2] / "docs" / "options.md"
+PAGE = Path(__file__).parents[2] / "docs" / "tables" / "options.md"
 HEAD = """# Options
 
 Every option of the commands that run models, made of their declarations by `python -m support.options_page` in
 `tests/`. `--help` shows those that most people use, `--help-all` all that can be typed. A key is for `moedge.toml`
-and, as `MOEDGE_` and the key in capitals with `_` for `-`, for the environment ([configuration.md](configuration.md));
-what has a key and no option is set there only. Python functions have the same options by the name in the second column
-([python.md](python.md)).
+and, as `MOEDGE_` and the key in capitals with `_` for `-`, for the environment
+([configuration](../reference.md#configuration)); what has a key and no option is set there only. Python functions have
+the same options by the name in the second column ([Python](../python.md)).
 """
 
 

@@ -1,4 +1,4 @@
-"""docs/plans.md and golden_plans.json: the planner's choices for well-known models on cards of data sheets.
+"""docs/tables/plans.md and golden_plans.json: the planner's choices for well-known models on cards of data sheets.
 
     PYTHONPATH=tests python -m support.plans_page
 
@@ -24,7 +24,7 @@ from support.known_shapes import CONFIGS, known_shape
 
 GIB = 1 << 30
 ROOT = Path(__file__).parents[2]
-PAGE, GOLDEN = ROOT / "docs" / "plans.md", ROOT / "tests" / "runtime" / "plan" / "golden_plans.json"
+PAGE, GOLDEN = ROOT / "docs" / "tables" / "plans.md", ROOT / "tests" / "runtime" / "plan" / "golden_plans.json"
 CARDS = (
     "RTX 2060 6GB", "RTX 4060 8GB", "RTX 3060 12GB", "RTX 4060 Ti 16GB", "RTX 3090 24GB", "RTX 4090 24GB",
     "RTX 5090 32GB", "RTX A6000 48GB",
@@ -52,13 +52,13 @@ A test makes the page again and compares.
 | memory, bandwidth, peak, clock, PCIe | data sheets (`offload/machine/presets.py`) |
 | instructions, launches, calls, bytes | counted in this code, without a GPU (`offload/machine/device_costs.py`) |
 | microseconds of Python | measured on a Zen 5, times 1.5 |
-| what kernels reach of a data sheet | [measured on an H100](performance.md#on-an-h100), taken for all |
+| what kernels reach of a data sheet | [measured on an H100](../../bench/results/gpu.md#on-an-h100), taken for all |
 | the disk (3 GB/s) and the processor that packs weights | round numbers |
 
 A pass takes as long as the busiest of link, GPU (`compute`), host thread (`host`) and disk. Tokens are assumed to be
 drawn from a model's best k (`--temperature` above 0), for which the sampler starts many kernels: greedy jobs wait less
 for `host`. Two jobs of an H100 were recorded: the one that waited for the link is predicted within a tenth; of a pass
-of the other, which waited for the host, a third is explained ([gpu.md](gpu.md#what-has-run-on-a-gpu)), so where `host`
+of the other, which waited for the host, a third is explained ([gpu.md](../dev/gpu.md#what-has-run)), so where `host`
 is the bottleneck a job may take several times as long. Of a model with recurrent layers, *KV* counts states too.
 """
 COLUMNS = (

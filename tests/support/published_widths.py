@@ -1,6 +1,6 @@
 """The sizes of published models, written down once: what tests of kernels draw from beside what formats allow.
 
-Of every family in docs/models.md there is a model at least. Sizes are those of its config.json; where `model` ends in
+Of every family in docs/tables/models.md there is a model. Sizes are those of config.json; where `model` ends in
 `(default)`, those of the family's config class in transformers.
 """
 

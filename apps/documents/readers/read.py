@@ -8,7 +8,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from ....runtime.api.face import MissingExtra
+from ....runtime.api.face import errors
 from .content import Content, ReadCode, ReadFailure, clean
 from .detection import detect
 from .office import read_docx, read_pptx, read_xlsx
@@ -32,7 +32,7 @@ def refuse_missing_readers(suffixes: Iterable[str]) -> None:
     """Raises MissingExtra for the first suffix whose reader is not installed."""
     for suffix in suffixes:
         if suffix in _NEEDS and find_spec(_NEEDS[suffix]) is None:
-            raise MissingExtra(f"reading {suffix} files needs {_NEEDS[suffix]}", "docs", ", or leave them out")
+            raise errors.MissingExtra(f"reading {suffix} files needs {_NEEDS[suffix]}", "docs", ", or leave them out")
 
 
 def read(data: bytes, name: str, own: OwnReader | None, languages: str | None, progress: Progress) -> Content:

@@ -1,6 +1,6 @@
 """Tile sizes of the attention kernels, by GPU and head size. They are constants: nothing is tuned when a job starts.
 
-Chosen by what compiles without spills (docs/kernels.md); only an H100 has timed them so far (docs/performance.md), and
+Chosen by what compiles without spills (docs/dev/kernels.md); only an H100 has timed them (bench/results/gpu.md), and
 `python -m bench.kernels` times them on others. Free of Triton.
 """
 

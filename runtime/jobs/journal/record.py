@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 # Version 3 counts cached and reasoning tokens in an answer's record; 2, which has none of them, is read too.
 VERSION, OLDEST_READ = 3, 2
@@ -28,14 +28,6 @@ _DONE = re.compile(
     rb'"input":"([0-9a-f]{16})","outcome":(\{[a-z0-9_":,]*\}),"cut":(\d+),"nbytes":(\d+),"answer":'
 )
 _CHOICES = b',"choices":'
-
-
-class Growth(NamedTuple):
-    """An input that has grown, and is on disk: its rows, its bytes, and the sha256 of them, in hex."""
-
-    num_rows: int
-    nbytes: int
-    sha256: str
 
 
 class Kind(StrEnum):

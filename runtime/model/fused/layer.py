@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from ctypes import Array
+from typing import NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -13,11 +14,18 @@ from ....quant.matmul import steps
 from ....quant.matmul.matmul import ALL_ROWS, ParallelMatmul
 from ....quant.matmul.steps import HeadRows, Routed, Step, Steps
 from ....quant.matmul.tiled import MOST_ROWS
+from ....quant.native.interface import NativeExpert
 from ....quant.scratch import fused_row_nbytes, row_nbytes
 from ...attention.protocol import AttentionCall
+from ..attention_seam import PackedPass
 from .structure import LayerParts
 
-Forward = Any
+
+class LayerArguments(TypedDict):
+    """What transformers calls a decoder layer with, beside hidden states."""
+
+    position_embeddings: tuple[Tensor, Tensor]
+    packed: PackedPass
 
 
 class Buffers:
@@ -85,7 +93,14 @@ class LayerSteps:
     """
 
     def __init__(
-        self, parts: LayerParts, buffers: Buffers, routed: Routed, table: Any, rotary: int, block: int, integer: bool
+        self,
+        parts: LayerParts,
+        buffers: Buffers,
+        routed: Routed,
+        table: Array[NativeExpert],
+        rotary: int,
+        block: int,
+        integer: bool,
     ) -> None:
         (first, second), (q_norm, k_norm), output = parts.norms, parts.head_norms, parts.linears[3]
         self._first = steps.norm(buffers.total, None, buffers.total, first, buffers.normed)
@@ -101,42 +116,40 @@ class LayerSteps:
         self._second = steps.norm(buffers.total, buffers.projected, buffers.total, second, buffers.normed)
         self._last = steps.combine(buffers.outputs, buffers.total, routed)
         self.before = [
-            Step(steps.NORM, self._first),
-            *(Step(steps.MULTIPLY, each, waits=False) for each in products[:2]),
-            Step(steps.MULTIPLY, products[2]),
-            Step(steps.HEADS, self._heads),
+            Step(self._first),
+            *(Step(each, waits=False) for each in products[:2]),
+            Step(products[2]),
+            Step(self._heads),
         ]
-        one = parts.source.experts[0].operands
         self.behind = [
-            Step(steps.MULTIPLY, self._projection),
-            Step(steps.NORM, self._second),
-            Step(steps.ROUTER, steps.router(buffers.normed, parts.router, buffers.logits)),
-            Step(steps.CHOOSE, steps.choose(buffers.logits, routed.ids, routed.weights, parts.softmax_chosen)),
-            *steps.mixture(buffers.normed, routed, one, table, parts.gate, buffers.outputs, buffers.scratch),
-            Step(steps.COMBINE, self._last),
+            Step(self._projection),
+            Step(self._second),
+            Step(steps.router(buffers.normed, parts.router, buffers.logits)),
+            Step(steps.choose(buffers.logits, routed.ids, routed.weights, parts.softmax_chosen)),
+            *steps.mixture(buffers.normed, routed, table, parts.gate, buffers.outputs, buffers.scratch, integer),
+            Step(self._last),
         ]
 
     def reads(self, hidden: int, cos: int, sin: int) -> None:
         """Sets the addresses of the hidden states [T, D] and of the rotary embedding [T, rotary]."""
-        self._first[steps.NORMED] = self._second[steps.NORMED] = hidden
-        self._heads[steps.COS], self._heads[steps.SIN] = cos, sin
+        self._first.x = self._second.x = hidden
+        self._heads.cos, self._heads.sin = cos, sin
 
     def stores(self, keys: int, values: int) -> None:
         """Lets the steps store keys and values in the cache with codes at these addresses, in `slots` of a pass."""
-        self._heads[steps.STORES] = 1
-        self._heads[steps.KEY_CODES], self._heads[steps.VALUE_CODES] = keys, values
+        self._heads.key_codes, self._heads.value_codes = keys, values
 
     def slots(self, slots: int) -> None:
         """Sets the address of the slots of a pass."""
-        self._heads[steps.SLOTS] = slots
+        self._heads.slots = slots
 
     def attended(self, address: int) -> None:
         """Sets the address of what attention gave [T, Hq * dim]."""
-        self._projection[0] = address
+        self._projection.x = address
 
     def writes(self, out: int) -> None:
         """Sets the address of the result [T, D], which may be that of the hidden states."""
-        self._last[steps.COMBINED] = out
+        self._last.out = out
 
 
 class _Composed(NamedTuple):
@@ -156,7 +169,12 @@ class FusedLayer:
     """
 
     def __init__(
-        self, parts: LayerParts, buffers: Buffers, compute: ParallelMatmul, seam: Forward, call: AttentionCall
+        self,
+        parts: LayerParts,
+        buffers: Buffers,
+        compute: ParallelMatmul,
+        seam: Callable[..., Tensor],
+        call: AttentionCall,
     ) -> None:
         self.parts = parts
         self.buffers = buffers
@@ -167,12 +185,12 @@ class FusedLayer:
         self._compute = compute
         self._source: HeldExperts = parts.source
         self._composed: _Composed | None = None
-        self._table = steps.experts_table([expert.operands for expert in parts.source.experts], compute.integer)
+        self._table = steps.experts_table([expert.operands for expert in parts.source.experts])
         self.routed = buffers.routed._replace(
             ids=torch.empty_like(buffers.routed.ids), counts=torch.zeros_like(buffers.routed.counts)
         )
 
-    def forward(self, hidden: Tensor, *args: Any, **named: Any) -> Any:
+    def forward(self, hidden: Tensor, *args: object, **named: Unpack[LayerArguments]) -> Tensor:
         """hidden [1, T, D] -> [1, T, D]."""
         if not self.takes(hidden, named["position_embeddings"]):
             return self.seam(hidden, *args, **named)
@@ -183,8 +201,8 @@ class FusedLayer:
         packed, out = named["packed"], torch.empty_like(hidden)
         composed.steps.reads(hidden.data_ptr(), cos.data_ptr(), sin.data_ptr())
         composed.before.run(rows, self._compute.call_on_all)
-        qkv = (each[:rows] for each in self.buffers.qkv)
-        attended = packed.attention.attend(self.call, *qkv, packed.batch).contiguous()
+        q, k, v = (each[:rows] for each in self.buffers.qkv)
+        attended = packed.attention.attend(self.call, q, k, v, packed.batch).contiguous()
         composed.steps.attended(attended.data_ptr())
         composed.steps.writes(out.data_ptr())
         composed.behind.run(rows, self._compute.call_on_all)

@@ -21,8 +21,10 @@ from ...engine.sequence import Sequence as TokenSequence
 from ...kv.cache import KVCache
 from ...plan.candidate import SELFTEST_ROWS
 from ...sampling.params import SamplingParams
+from ..runner import ModelRunner
+from .decoder import FusedDecoder
+from .executor import FusedExecutor
 from .layer import Buffers, FusedLayer
-from .stack import FusedStack
 from .structure import LayerParts, parts_of
 
 # Tokens stored before, and tokens of the pass, of the sequences of a self-test.
@@ -74,16 +76,15 @@ class LayerCall:
 
 
 def fuse(
-    runner: Any, layers: Sequence[nn.Module], vocab: int, compute: ParallelMatmul, nbytes: int, most_rows: int
+    runner: ModelRunner, layers: Sequence[nn.Module], vocab: int, compute: ParallelMatmul, nbytes: int, most_rows: int
 ) -> list[FusedLayer]:
     """Replaces `forward` of the decoder layers that the library's steps compute, and returns what replaces them.
 
-    `runner` is the model's ModelRunner, whose weights are all held in memory; `nbytes` may be taken for buffers of at
-    most `most_rows` rows.
+    All weights of `runner` are held in memory; `nbytes` may be taken for buffers of at most `most_rows` rows.
     """
     if not available() or compute.deterministic or compute.device.type != "cpu":
         return []
-    if runner.states is not None or any(pool.spec.group.is_latent for pool in runner.attention.cache.pools):
+    if runner.states is not None:
         return []
     with torch.inference_mode():
         found = {index: parts for index, layer in enumerate(layers) if (parts := parts_of(layer))}
@@ -128,7 +129,7 @@ def _batch(vocab: int) -> Batch:
 
 
 def _calls_by_seams(
-    runner: Any, layers: Sequence[nn.Module], parts: Sequence[LayerParts], stub: StubAttention, vocab: int
+    runner: ModelRunner, layers: Sequence[nn.Module], parts: Sequence[LayerParts], stub: StubAttention, vocab: int
 ) -> list[LayerCall]:
     """What the layers compute by the seams in a pass of few tokens."""
     before, calls = runner.attention, [LayerCall(torch.empty(0), {}) for _ in layers]
@@ -175,20 +176,21 @@ def _rows_agree(found: Tensor, wanted: Tensor) -> bool:
     return float(errors(found, wanted).max()) <= _ROUNDINGS * BOUNDS[dtype_name(torch.bfloat16)]
 
 
-# Tokens of the prompts of the self-test of a stack; each of them is in blocks of its own.
+# Tokens of the prompts of the self-test of a whole decoder; each of them is in blocks of its own.
 _LENGTHS = (5, 1, 18)
 
 
-def stack_of(
-    runner: Any, layers: Sequence[FusedLayer], count: int, vocab: int, compute: ParallelMatmul
-) -> FusedStack | None:
-    """All layers together, where all `count` were fused and a self-test gives the bits that they give one by one."""
+def fused_executor(
+    runner: ModelRunner, layers: Sequence[FusedLayer], count: int, vocab: int, compute: ParallelMatmul, cache: KVCache
+) -> FusedExecutor | None:
+    """The executor of all layers together; None where not all `count` were fused, or where a self-test does not give
+    the bits that the model's own forward gives with layers one by one."""
     if not layers or len(layers) != count:
         return None
     with torch.inference_mode():
-        stack = FusedStack.of(layers, compute, runner.attention)
-        sequences = None if stack is None else _stored_sequences(runner.attention.cache, vocab)
-        if stack is None or sequences is None:
+        decoder = FusedDecoder.of(layers, compute, runner.attention)
+        sequences = None if decoder is None else _stored_sequences(cache, vocab)
+        if decoder is None or sequences is None:
             return None
         runner.forward(pack([(each, each.num_tokens) for each in sequences]))
         for each in sequences:
@@ -196,22 +198,13 @@ def stack_of(
             each.output_ids.append(1)
         batch = pack([(each, 1) for each in sequences])
         expected = runner.forward(batch)
-        runner.use(stack)
-        same = stack.begin(batch) and torch.equal(runner.forward(batch), expected)
-        if not same:
-            runner.use(None)
+        try:
+            executor = FusedExecutor(runner, decoder, compute)
+            same = torch.equal(executor.forward(batch), expected)
+        except (AttributeError, TypeError):
+            # A model whose modules are other ones.
             return None
-        runner.direct = True
-        runner.direct = _computes(runner, batch, expected)
-        return stack
-
-
-def _computes(runner: Any, batch: Batch, expected: Tensor) -> bool:
-    """Whether the runner gives these logits; a model whose modules are other ones raises."""
-    try:
-        return torch.equal(runner.forward(batch), expected)
-    except (AttributeError, TypeError):
-        return False
+        return executor if same and decoder.taken else None
 
 
 def _stored_sequences(cache: KVCache, vocab: int) -> list[TokenSequence] | None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -59,20 +58,23 @@ def parts_of(layer: nn.Module) -> LayerParts | None:
     others = [child for child in layer.children() if child is not attention and child not in norms]
     if attention is None or len(norms) != 2 or len(others) != 1 or hasattr(attention, RESCALE):
         return None
-    weights = [_norm_weight(norm) for norm in norms]
-    linears = [getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
-    head_norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-    if None in weights or not all(map(_is_usable, linears)) or not _has_only(attention, [*linears, *head_norms]):
+    weights = [weight for norm in norms if (weight := _norm_weight(norm))]
+    linears = [linear for name in ("q_proj", "k_proj", "v_proj", "o_proj") if (linear := _linear(attention, name))]
+    head_norms: list[nn.Module | None] = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+    if len(weights) != 2 or len(linears) != 4 or not _has_only(attention, [*linears, *head_norms]):
         return None
-    return _with_mixture(others[0], weights, linears, head_norms, attention)
+    return _with_mixture(others[0], weights, linears, head_norms, getattr(attention, "head_dim", 0))
 
 
 def _with_mixture(
-    block: nn.Module, norms: Sequence[Any], linears: Sequence[Any], head_norms: Sequence[Any], attention: Any
+    block: nn.Module,
+    norms: Sequence[NormWeight],
+    linears: Sequence[PackedLinear],
+    head_norms: Sequence[nn.Module | None],
+    dim: int,
 ) -> LayerParts | None:
     experts = next((each for each in block.modules() if isinstance(each, PackedExperts)), None)
     routers = [each for name, each in block.named_modules() if is_router(f"{name}.weight") and hasattr(each, "weight")]
-    dim = getattr(attention, "head_dim", 0)
     if experts is None or len(routers) != 1 or not _has_only(block, routers) or dim % _MULTIPLE or dim == 0:
         return None
     source, gate, weight = experts.source, experts.body.gate, routers[0].weight
@@ -86,45 +88,47 @@ def _with_mixture(
         return None
     first = source.experts[0]
     tiled = all(matrix.layout.order == TILES for matrix in (first.up, first.down))
-    if experts.body.norm is not None or not tiled or not weight.is_contiguous():
+    if experts.body.norm is not None or not tiled or not isinstance(weight, torch.Tensor) or not weight.is_contiguous():
         return None
-    return LayerParts(tuple(norms), tuple(heads), tuple(linears), dim, weight, *chosen, experts, source, gate)  # type: ignore[arg-type]
+    (norm, second), (q, k, v, o) = norms, linears
+    return LayerParts((norm, second), (heads[0], heads[1]), (q, k, v, o), dim, weight, *chosen, experts, source, gate)
 
 
-def _is_usable(linear: Any) -> bool:
-    """Whether it is a linear whose kernel widens codes in registers, for any number of rows."""
+def _linear(attention: nn.Module, name: str) -> PackedLinear | None:
+    """A linear whose kernel widens codes in registers, for any number of rows."""
+    linear = getattr(attention, name, None)
     packed = getattr(linear, "packed", None)
     if not isinstance(linear, PackedLinear) or packed is None or packed.layout.order != TILES:
-        return False
-    return linear.bias is None or linear.bias.dtype == torch.bfloat16
+        return None
+    return linear if linear.bias is None or linear.bias.dtype == torch.bfloat16 else None
 
 
-def _has_only(module: nn.Module, known: Sequence[Any]) -> bool:
+def _has_only(module: nn.Module, known: Sequence[nn.Module | None]) -> bool:
     """Whether all parameters of a module belong to its descendants `known`."""
-    mine = {id(each) for other in known if other is not None for each in other.parameters()}
-    return all(id(each) in mine for each in module.parameters())
+    theirs = {id(each) for other in known if other is not None for each in other.parameters()}
+    return all(id(each) in theirs for each in module.parameters())
 
 
-def _norm_weight(norm: Any) -> NormWeight | None:
+def _norm_weight(norm: nn.Module) -> NormWeight | None:
     """What the kernels need to compute the same as an RMSNorm; None where it is another norm."""
-    weight = getattr(norm, "weight", None)
+    weight: torch.Tensor | None = getattr(norm, "weight", None)
     eps = next(
         (value for name in ("variance_epsilon", "eps") if (value := getattr(norm, name, None)) is not None), None
     )
     if weight is None or eps is None or weight.dtype != torch.bfloat16 or weight.numel() % _MULTIPLE:
         return None
     x = torch.randn(4, weight.numel(), generator=torch.Generator().manual_seed(0)).bfloat16()
-    meant = norm(x).double()
+    expected = norm(x).double()
     plain = x.double() * (x.double().square().mean(-1, keepdim=True) + eps).rsqrt()
     for plus_one in (False, True):
-        if close(plain * (weight.double() + plus_one), meant):
+        if close(plain * (weight.double() + plus_one), expected):
             return NormWeight(weight.detach(), float(eps), plus_one)
     return None
 
 
-def _choice(router: Any) -> tuple[int, bool] | None:
+def _choice(router: nn.Module) -> tuple[int, bool] | None:
     """How many experts a router chooses, and whether their weights sum to 1; None where it is of another form."""
-    weight = router.weight
+    weight: torch.Tensor = router.weight  # type: ignore[assignment]
     if weight.dtype != torch.bfloat16 or weight.shape[1] % _MULTIPLE:
         return None
     found = router(torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16())
@@ -140,6 +144,6 @@ def _choice(router: Any) -> tuple[int, bool] | None:
     return ids.shape[1], close(totals, torch.ones_like(totals))
 
 
-def close(mine: torch.Tensor, meant: torch.Tensor) -> bool:
+def close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether numbers differ by no more than rounding; NaN differs."""
-    return bool((mine.double() - meant.double()).norm() <= TOLERANCE * meant.double().norm())
+    return bool((actual.double() - expected.double()).norm() <= TOLERANCE * expected.double().norm())

@@ -46,7 +46,7 @@ def adapt_recurrences(model: nn.Module, config: ModelConfig) -> PassStates | Non
     """
     if config.family.model_type not in RECURRENT:
         return None
-    # It advises, once for each function, to install kernels that no CPU has; docs/gpu.md names them.
+    # It advises, once for each function, to install kernels that no CPU has; docs/dev/gpu.md names them.
     logging.get_logger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
     states, adapted = PassStates(), 0
     for module in model.modules():

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from moedge.apps.documents import rounds
 from moedge.apps.documents.file_walk import FoundFile, FoundFiles
 from moedge.apps.documents.rounds import Answers, Entry, IndexedEntries, LineOffsets, row_id
 
@@ -75,19 +74,17 @@ def test_entries_are_found_by_their_documents_in_the_file_that_was(tmp_path: Pat
     assert (len(none), none.get("a")) == (0, None)
 
 
-@pytest.mark.parametrize("bits", [64, 3, 0])
-def test_lines_with_equal_hashes_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
-    hash_of = rounds._hash
-    monkeypatch.setattr(rounds, "_hash", lambda name: hash_of(name) & ((1 << bits) - 1))
-    offsets = LineOffsets()
-    for number in range(200):
-        offsets.add(str(number % 100), number)
-    found = [offsets.find(str(number)) for number in range(100)]
-    assert all({number, number + 100} <= set(each) for number, each in enumerate(found))
-    assert bits < 64 or found == [[number + 100, number] for number in range(100)]
+def test_of_two_lines_with_one_name_the_later_one_is_found(tmp_path: Path) -> None:
     first, second = tmp_path / "1.jsonl", tmp_path / "2.jsonl"
     first.write_text("".join(json.dumps({"id": str(number), "text": f"old {number}"}) + "\n" for number in range(100)))
     second.write_text(json.dumps({"id": "7", "text": "new"}) + "\n")
     answers = Answers([first, second])
     assert [answers[each].text for each in ("6", "7", "8")] == ["old 6", "new", "old 8"]
     assert "100" not in answers
+
+
+def test_names_that_are_no_text_and_lines_far_into_late_files_are_found() -> None:
+    names = [*NAMES, *map(str, range(2000))]
+    found = LineOffsets((name, (number << 48) + (1 << 40)) for number, name in enumerate(names))
+    assert [found.find(name) for name in names] == [(number << 48) + (1 << 40) for number in range(len(names))]
+    assert (len(found), found.find("none")) == (len(names), None)

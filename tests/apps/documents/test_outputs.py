@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from moedge.apps.documents import table
-from moedge.apps.documents.feed import AskedRow, Expected
+from moedge.apps.documents.expected import AskedRow, Expected
 from moedge.apps.documents.file_walk import FoundFile
 from moedge.apps.documents.merging import Merged, Merger, Missing
 from moedge.apps.documents.question import Prompts, make_question

@@ -57,7 +57,7 @@ def _parts(source: str) -> list[bytes]:
     return [os.fsencode(part) for part in source.split("/")]
 
 
-def test_every_file_is_accounted_for_exactly_once(folder: Path, read: dict[str, object]) -> None:
+def test_i14_every_file_is_accounted_for_exactly_once(folder: Path, read: dict[str, object]) -> None:
     found = list(find_files(folder))
     assert len({each.path for each in found}) == len(found)
     assert {each.path: each.skipped for each in found if each.skipped} == SKIPPED
@@ -73,7 +73,7 @@ def test_a_file_becomes_text(read: dict[str, Document | UnreadDocument], name: s
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_file_without_text_says_why(read: dict[str, Document | UnreadDocument], name: str) -> None:
+def test_i13_a_file_without_text_says_why(read: dict[str, Document | UnreadDocument], name: str) -> None:
     found = read[name]
     assert isinstance(found, UnreadDocument)
     assert (found.code, len(found.message) > 10) == (BAD[name][1], True)
@@ -188,7 +188,7 @@ def test_scans_are_read_by_tesseract_where_it_is(tmp_path: Path, monkeypatch: py
     assert found.notes == ("2 of 3 pages have no text (pages 1, 3)",) if isinstance(found, Document) else False
 
 
-def test_archives_are_refused_by_their_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_i13_archives_are_refused_by_their_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detection, "MAX_ENTRIES", 1)
     with pytest.raises(detection.ReadFailure, match="the archive has 5 entries"):
         detection.open_zip(GOOD["letter.docx"][0])

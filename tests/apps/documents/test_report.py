@@ -125,7 +125,7 @@ def test_the_list_of_jobs_has_the_whole_job_and_not_its_rounds(
     assert (job.output, job.phase, len(job.rounds)) == (tmp_path / "out.jsonl", JobPhase.FINISHED, len(ended.rounds))
     by_id = find_rounds(job.job_id)
     assert by_id is not None
-    assert by_id.path == whole
+    assert by_id.path == whole.path
     found = job.batch_object()
     assert found["status"] == "completed"
     assert found["request_counts"] == {"total": job.num_rows, "completed": job.num_rows, "failed": 0}

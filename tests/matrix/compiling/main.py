@@ -3,7 +3,7 @@
     make kernels                       everything; continues where it was interrupted
     make kernels ARGS=--quick          one launch of each kernel, oldest and newest pinned Triton, two GPUs
     make kernels ARGS=--update         records spills and warps of the kernels that are not hot
-    make kernels ARGS=--table          prints the table of docs/kernels.md as well
+    make kernels ARGS=--table          prints the table of bench/results/gpu.md as well
 
 Compares the table of Tritons with what torch's wheels pin, where a registry answers. Exits 1 where that differs, where
 a kernel does not compile or breaks a rule (rules.py), or where one that is not hot spills more, or leaves an SM fewer

@@ -326,7 +326,7 @@ def test_what_is_taken_of_a_gpu_and_its_link_come_from_the_driver_and_the_kernel
 
 
 def test_every_key_of_a_profile_is_documented() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "machine.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "reference.md").read_text()
     for path in paths(MACHINE.to_json()):
         names = [str(step) for step in path if not isinstance(step, int)]
         key = (

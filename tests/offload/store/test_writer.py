@@ -269,7 +269,7 @@ def test_the_manifest_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_documented_header_is_the_one_that_is_written() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "store.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "dev" / "store.md").read_text()
     lines = re.findall(r"^0000[0-9a-f]{4}  ((?:[0-9a-f]{2} +){16})\|", page, re.MULTILINE)
     documented = bytes.fromhex("".join(lines))
     header = build_header([TensorSpec("dense", "U8", (8192,)), TensorSpec("experts", "U8", (2, NBYTES), 2)])
@@ -278,7 +278,7 @@ def test_the_documented_header_is_the_one_that_is_written() -> None:
 
 
 def test_every_key_of_the_manifest_is_documented(folder: Path) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "store.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "dev" / "store.md").read_text()
     content = json.loads((folder / MANIFEST).read_bytes())
     for key in (*content, *content["files"][0]):
         assert any(name in page for name in (f"`{key}`", f"`{key}[].", f"`files[].{key}`")), key

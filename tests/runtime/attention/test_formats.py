@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moedge.quant.kv.format import KV_FORMATS
-from moedge.runtime.attention.decode import Reduced
+from moedge.runtime.attention import decode
 from support.kernels.attention_setup import FEATURES, LENGTHS, Setup, worst
 
 # (query heads, KV heads, head size): every head size and group size that models have, each once.
@@ -67,12 +67,14 @@ def test_a_dropped_shift_is_seen() -> None:
 @pytest.mark.parametrize("block", [8, 32])
 @pytest.mark.parametrize("kv_format", ["fp32", "int8", "int4"])
 @pytest.mark.parametrize("name", ["plain", "all"])
-def test_reductions_of_many_small_waves(name: str, kv_format: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With scratch for one piece at a time the result is the same."""
-    for limit in ("TILE_NUMEL", "PARTIALS_NBYTES"):
-        monkeypatch.setattr(f"moedge.runtime.attention.decode_plan.{limit}", 0)
-    added, add = [], Reduced.add
-    monkeypatch.setattr(Reduced, "add", lambda self, other: (added.append(1), add(self, other))[1])
+def test_tokens_that_are_gathered_one_by_one(
+    name: str, kv_format: str, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With scratch for one sequence at a time the result is the same."""
+    monkeypatch.setattr(decode, "GATHERED_NUMEL", 0)
+    runs, run = [], decode.DecodeRuns._run
+    monkeypatch.setattr(decode.DecodeRuns, "_run", lambda *given: (runs.append(len(given[3])), run(*given))[1])
     setup = Setup((8, 2, 64), kv_format, False, name, block)
     assert worst(setup.run(1), setup.wanted()) < 2e-6
-    assert len(added) >= sorted(LENGTHS)[-2], "two sequences, a piece or more each, in as many passes"
+    assert set(runs) == {1}
+    assert len(runs) == sum(LENGTHS)

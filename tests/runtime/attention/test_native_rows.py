@@ -12,8 +12,7 @@ from moedge.quant.kv.format import KV_FORMATS
 from moedge.quant.matmul.thread_pool import WorkerPool
 from moedge.quant.native import library
 from moedge.quant.native.build import SETS
-from moedge.runtime.attention.decode import Stored
-from moedge.runtime.attention.native_rows import RowAttention, RowPlan, RowQuery
+from moedge.runtime.attention.native_rows import RowAttention, RowPlan, RowQuery, Stored
 from moedge.runtime.attention.protocol import AttentionCall
 from moedge.runtime.engine.batch import pack
 from moedge.runtime.engine.sequence import Sequence

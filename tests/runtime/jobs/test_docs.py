@@ -1,4 +1,4 @@
-"""docs/rows.md says what the code does: the same fields, values and codes, and examples that run."""
+"""docs/batches.md, after its recipes, says what the code does: the same fields, values, codes, and examples."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from moedge.runtime.rows.fields import FIELDS, IGNORED, UNSUPPORTED
 from moedge.runtime.rows.row import Defaults, Endpoint, Row
 from moedge.runtime.sampling.params import FinishReason
 
-PAGE = (Path(__file__).parents[3] / "docs" / "rows.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "batches.md").read_text().partition("\n## The input file\n")[2]
 
 
 def table(header: str) -> list[list[str]]:
@@ -26,17 +26,17 @@ def code_spans(text: str) -> list[str]:
 
 
 def test_the_field_table_lists_every_field_with_its_forms() -> None:
-    columns = (Endpoint.CHAT, Endpoint.COMPLETION, Endpoint.SHORT)
+    rows = {"chat": Endpoint.CHAT, "completions": Endpoint.COMPLETION, "short": Endpoint.SHORT}
     documented = {
-        name.strip("`"): {endpoint for endpoint, mark in zip(columns, marks, strict=False) if mark == "yes"}
-        for name, *marks in table("| Field | Chat |")
+        name.strip("`"): set(rows.values()) if forms == "all" else {rows[form] for form in forms.split(", ")}
+        for name, forms, *_ in table("| Field | Rows |")
     }
     assert documented == {name: set(checks) for name, checks in FIELDS.items()}
 
 
 def test_the_documented_defaults_are_the_defaults() -> None:
     defaults = Defaults()
-    for name, *_, default, _ in table("| Field | Chat |"):
+    for name, _, default, _ in table("| Field | Rows |"):
         if default not in ("", "derived") and hasattr(defaults, name.strip("`")):
             assert json.loads(default) == getattr(defaults, name.strip("`"))
 
@@ -45,8 +45,9 @@ def test_the_ignored_and_the_unsupported_fields_are_all_listed() -> None:
     ignored = PAGE[PAGE.index("Accepted without effect") :].split("\n\n")[0]
     assert code_spans(ignored) == [*IGNORED, "x-"]
     documented = {
-        name.strip("`"): [json.loads(value) for value in code_spans(values)]
-        for name, values in table("| Field | Accepted")
+        name: [json.loads(value) for value in code_spans(values)]
+        for names, values in table("| Field | Accepted")
+        for name in code_spans(names)
     }
     assert documented == {name: list(values) for name, values in UNSUPPORTED.items()}
 

@@ -15,7 +15,9 @@ from moedge.runtime.engine.batch import Batch
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.loading import engine_loader
 from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine
+from moedge.runtime.model.executor import SeamExecutor
 from moedge.runtime.model.fused import selftest
+from moedge.runtime.model.fused.executor import FusedExecutor
 from moedge.runtime.model.fused.layer import buffers_nbytes
 from moedge.runtime.model.runner import ModelRunner
 from moedge.runtime.plan.memory_ledger import FUSED
@@ -75,19 +77,18 @@ def test_fused_layers_are_as_near_to_float32_as_the_seams(
 ) -> None:
     folder, settings = checkpoint("qwen3_moe", **SIZES), replace(INT4, quant=quant)
     with engine(folder, settings) as loaded:
-        stack = loaded.model.stack
+        executor = loaded.model.executor
         assert len(loaded.fused) == len(loaded.model.layers)
-        assert stack is not None
-        assert loaded.model.direct
-        layers, together = loaded.fused[0].taken, stack.taken
+        assert isinstance(executor, FusedExecutor)
+        layers, together = loaded.fused[0].taken, executor.decoder.taken
         fused = logits_of(loaded, monkeypatch)
-        assert (loaded.fused[0].taken - layers, stack.taken - together) == (12, 11), (
+        assert (loaded.fused[0].taken - layers, executor.decoder.taken - together) == (12, 11), (
             "the prompts' pass is no pass of tokens"
         )
     by_seams(monkeypatch)
     with engine(folder, settings) as loaded:
         assert loaded.fused == []
-        assert loaded.model.stack is None
+        assert isinstance(loaded.model.executor, SeamExecutor)
         seams = logits_of(loaded, monkeypatch)
     with engine(folder, replace(settings, dtype="fp32", kv="fp32")) as loaded:
         meant = logits_of(loaded, monkeypatch)
@@ -142,7 +143,7 @@ def test_layers_are_fused_in_passes_of_fewer_tokens_than_the_self_test(checkpoin
 def test_quantized_caches_are_read_between_two_calls(kv: str, checkpoint: Folder) -> None:
     with engine(checkpoint("qwen3_moe", **SIZES), replace(INT4, kv=kv)) as loaded:
         assert len(loaded.fused) == len(loaded.model.layers)
-        assert loaded.model.stack is None
+        assert isinstance(loaded.model.executor, SeamExecutor)
 
 
 @pytest.mark.parametrize("changed", [{"deterministic": True}, {"dtype": "fp32", "kv": "fp32"}, {"quant": "none"}])
@@ -170,7 +171,7 @@ def test_a_layer_that_disagrees_in_the_self_test_keeps_the_seams(
     monkeypatch.setattr(selftest, "parts_of", wrong)
     with engine(checkpoint("qwen3_moe", **SIZES)) as loaded:
         assert loaded.fused == []
-        assert loaded.model.stack is None
+        assert isinstance(loaded.model.executor, SeamExecutor)
 
 
 @pytest.mark.slow

@@ -133,9 +133,9 @@ def compare_mixtures(case: Mixture) -> float:
     table, outputs = steps.experts_table(matrices), _numbers(rows * case.chosen, width)
     scratch = torch.empty(rows * case.chosen * steps.expert_row_nbytes(matrices[0]), dtype=torch.uint8)
     out, combining = torch.full_like(hidden, float("nan")), steps.combine(outputs, residual, routed)
-    combining[steps.COMBINED] = out.data_ptr()
-    mixing = steps.mixture(hidden, routed, matrices[0], table, Gate("silu"), outputs, scratch)
-    _run([*mixing, Step(steps.COMBINE, combining)], rows)
+    combining.out = out.data_ptr()
+    mixing = steps.mixture(hidden, routed, table, Gate("silu"), outputs, scratch)
+    _run([*mixing, Step(combining)], rows)
     wanted, size = residual.double(), torch.zeros(rows, 1, dtype=torch.float64)
     for index, (up, _, down, _) in enumerate(matrices):
         weight = (weights * (ids == index)).sum(1, keepdim=True).double()
@@ -175,7 +175,7 @@ def compare_norms(case: Norm) -> float:
     x, added = _numbers(case.rows, case.width), _numbers(case.rows, case.width, seed=1)
     weight = NormWeight(_numbers(case.width, seed=2), 1e-5, case.plus_one)
     total, out = torch.zeros_like(x), torch.full_like(x, float("nan"))
-    _run([Step(steps.NORM, steps.norm(x, added if case.adds else None, total, weight, out))], case.rows)
+    _run([Step(steps.norm(x, added if case.adds else None, total, weight, out))], case.rows)
     meant = (x + added if case.adds else x).double()
     wanted = meant * (meant.square().mean(1, keepdim=True) + 1e-5).rsqrt() * (weight.weight.double() + case.plus_one)
     return _distance(out, wanted, 1e-5)
@@ -202,7 +202,7 @@ def compare_routers(case: Router) -> float:
     routed = _routed(case.rows, case.chosen, case.experts)
     logits = torch.full((case.rows, case.experts), float("nan"))
     choosing = steps.choose(logits, routed.ids, routed.weights, case.normalised)
-    _run([Step(steps.ROUTER, steps.router(x, weight, logits)), Step(steps.CHOOSE, choosing)], case.rows)
+    _run([Step(steps.router(x, weight, logits)), Step(choosing)], case.rows)
     exact = x.double() @ weight.double().t()
     best = logits.double().softmax(-1).topk(case.chosen, -1)
     if not torch.equal(logits.double().softmax(-1).gather(1, routed.ids.clamp(0, case.experts - 1)), best.values):
@@ -243,10 +243,9 @@ def compare_heads(case: Heads) -> float:
     slots = torch.randperm(rows + 5, generator=torch.Generator().manual_seed(1))[:rows]
     cache = torch.zeros(2, (rows + 12) // block, case.kv_heads, block, dim, dtype=torch.bfloat16)
     arguments = steps.heads(HeadRows(q, norms[0]), HeadRows(k, norms[1]), v, case.rotary, block)
-    arguments[steps.COS], arguments[steps.SIN], arguments[steps.STORES] = cos.data_ptr(), sin.data_ptr(), 1
-    arguments[steps.KEY_CODES], arguments[steps.VALUE_CODES] = cache[0].data_ptr(), cache[1].data_ptr()
-    arguments[steps.SLOTS] = slots.data_ptr()
-    _run([Step(steps.HEADS, arguments)], rows)
+    arguments.cos, arguments.sin, arguments.slots = cos.data_ptr(), sin.data_ptr(), slots.data_ptr()
+    arguments.key_codes, arguments.value_codes = cache[0].data_ptr(), cache[1].data_ptr()
+    _run([Step(arguments)], rows)
     right = all(
         torch.equal(held[slots // block, :, slots % block], side) for held, side in zip(cache, (k, v), strict=True)
     )

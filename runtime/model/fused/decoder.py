@@ -1,0 +1,91 @@
+"""All decoder layers of a pass of generated tokens in one call of the library, attention included."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....quant.matmul.matmul import ParallelMatmul
+from ....quant.matmul.steps import Step, Steps
+from ...attention.native_steps import AttentionSteps
+from ...attention.protocol import AttentionBackend
+from ...attention.torch_backend import TorchAttention
+from ...engine.batch import Batch
+from .layer import FusedLayer, LayerSteps
+
+
+class _Composed(NamedTuple):
+    """The steps of all layers for a rotary embedding of `rotary` elements, and the run of all of them."""
+
+    rotary: int
+    layers: list[LayerSteps]
+    together: Steps
+
+
+class FusedDecoder:
+    """Computes all layers in passes that `begin` takes. `taken` counts them."""
+
+    def __init__(
+        self, layers: Sequence[FusedLayer], compute: ParallelMatmul, attention: AttentionSteps, attended: Tensor
+    ) -> None:
+        """`attention` writes to `attended` [T, Hq, D]; it reads the layers' queries."""
+        self.layers = tuple(layers)
+        self.taken = 0
+        # A layer's result takes the memory of its input, the first and the last excepted.
+        self._stream = torch.empty_like(layers[0].buffers.total)
+        self._attended = attended
+        self._compute = compute
+        self._attention = attention
+        self._composed: _Composed | None = None
+
+    @classmethod
+    def of(
+        cls, layers: Sequence[FusedLayer], compute: ParallelMatmul, backend: AttentionBackend | None
+    ) -> FusedDecoder | None:
+        """The layers together; None where they differ in size, or where attention is not computed by steps."""
+        buffers = layers[0].buffers
+        if not isinstance(backend, TorchAttention) or any(layer.buffers is not buffers for layer in layers):
+            return None
+        attended = torch.empty_like(buffers.q)
+        attention = backend.steps([layer.call for layer in layers], buffers.q, attended, compute.num_workers)
+        return None if attention is None else cls(layers, compute, attention, attended)
+
+    def begin(self, batch: Batch) -> list[int] | None:
+        """Gets ready for a pass: the addresses of its slots by layer. None where it has other rows than generated
+        tokens, or too many."""
+        few = 0 < batch.num_tokens <= self.layers[0].most_rows
+        return self._attention.begin(batch) if few else None
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, slots: Sequence[int]) -> Tensor:
+        """hidden [1, T, D] -> [1, T, D], as all layers one after the other give it; cos and sin are [1, T, rotary]."""
+        assert self.layers[0].takes(hidden, (cos, sin)), "the self-test's pass had such numbers"
+        composed = self._composed
+        if composed is None or composed.rotary != cos.shape[-1]:
+            composed = self._composed = self._compose(cos.shape[-1])
+        rows, out = hidden.shape[1], torch.empty_like(hidden)
+        source, stream = hidden.data_ptr(), self._stream.data_ptr()
+        for layer, layer_slots in zip(composed.layers, slots, strict=True):
+            layer.reads(source, cos.data_ptr(), sin.data_ptr())
+            layer.slots(layer_slots)
+            source = stream
+        composed.layers[-1].writes(out.data_ptr())
+        composed.together.run(rows, self._compute.call_on_all)
+        for each in self.layers:
+            each.count(rows)
+        self.taken += 1
+        return out
+
+    def _compose(self, rotary: int) -> _Composed:
+        attention = self._attention
+        layers = [layer.steps(rotary, attention.block) for layer in self.layers]
+        together: list[Step] = []
+        for index, layer in enumerate(layers):
+            layer.stores(*attention.codes(index))
+            layer.attended(self._attended.data_ptr())
+            layer.writes(self._stream.data_ptr())
+            attended = (Step(attention.attend[index]), Step(attention.reduce[index], kind="reduce"))
+            together += [*layer.before, *attended, *layer.behind]
+        return _Composed(rotary, layers, Steps(together))

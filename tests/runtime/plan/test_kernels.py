@@ -1,0 +1,43 @@
+"""What a plan says will compute is what loading chooses, for structures and settings that differ in it."""
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moedge.quant.native import library
+from moedge.runtime.loading.engine_loader import load_engine
+from moedge.runtime.plan.kernels import FUSED_DECODER, FUSED_LAYERS, SEAMS, Kernels, planned_kernels
+from moedge.runtime.plan.placement import Workload
+from moedge.runtime.plan.planner import make_plan
+from moedge.runtime.settings.budgets import MemoryBudget
+from moedge.runtime.settings.settings import Settings
+from moedge.runtime.source.model_source import open_source
+
+SIZES = {"hidden_size": 128, "moe_intermediate_size": 64, "intermediate_size": 64}
+INT4 = Settings(dtype="bf16", quant="int4", kv="bf16")
+
+
+@pytest.mark.skipif(not library.available(), reason="the library of CPU kernels is not usable here")
+@pytest.mark.parametrize(
+    ("family", "changed", "wanted"),
+    [
+        ("qwen3_moe", {}, Kernels(FUSED_DECODER, "native", "tiles")),
+        ("qwen3_moe", {"compute": "int8"}, Kernels(FUSED_DECODER, "native", "tiles with int8 rows")),
+        ("qwen3_moe", {"kv": "int8"}, Kernels(FUSED_LAYERS, "native", "tiles")),
+        ("qwen3_moe", {"deterministic": True}, Kernels(SEAMS, "torch", "tiles")),
+        ("qwen3_moe", {"quant": "none", "attention": "torch"}, Kernels(SEAMS, "torch", "torch")),
+        ("llama", {}, Kernels(SEAMS, "native", "tiles")),
+    ],
+)
+def test_a_plan_names_what_loading_chooses(
+    family: str, changed: dict[str, object], wanted: Kernels, checkpoint: Callable[..., Path]
+) -> None:
+    with open_source(str(checkpoint(family, **SIZES))) as source:
+        settings = replace(replace(INT4, compute="float"), **changed)  # type: ignore[arg-type]
+        plan = make_plan(source.shape, settings, MemoryBudget(4 << 30), Workload(8, 64))
+        assert planned_kernels(plan, source.shape) == wanted
+        with closing(load_engine(source, plan)) as loaded:
+            assert loaded.kernels(plan) == wanted
