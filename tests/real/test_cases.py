@@ -16,6 +16,8 @@ from support.real.text import FRANCE, same_answers
 pytestmark = pytest.mark.real
 # How many of 40 answers may begin otherwise than the definition's, beside those that bf16 itself changes.
 SPARE = {"native": 2, "int8": 6, "int8/int4": 14, "int4": 20}
+# Off the grid more answers are nearly as likely as another: of eight formats one had 3 fewer, while all had 5 more.
+CHANCE = 2
 
 # Every format in bf16, and two in float32.
 QUICK = [*cases.weights_and_compute(), *(case for case in cases.exact() if case.quant in ("none", "int4"))]
@@ -78,7 +80,7 @@ def test_answers_begin_as_the_definitions_do(name: str, case: Case, found: Found
         return
     in_bf16 = of(case.quant, case.compute, "bf16", "bf16").part(ours)
     reached = same_answers(in_bf16.answers, of(case.quant, case.compute, "bf16", "fp32").part(ours).answers)
-    assert same >= reached - SPARE[case.kv]
+    assert same >= reached - SPARE[case.kv] - CHANCE * (name == "rotated")
 
 
 @pytest.mark.parametrize(
@@ -102,9 +104,18 @@ def test_formats_lose_no_more_than_a_hundredth(name: str, case: Case, found: Fou
 def test_the_table_of_what_formats_lose(
     of: str, found: FoundOf, defined: DefinitionsOf, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Printed; off the grid formats lose in the order in which `auto` and docs/quality.md rank them."""
+    """Printed; off the grid formats lose in the order in which `auto` and docs/quality.md rank them.
+
+    All formats together answer as their definitions do, at least as often as these do in bf16.
+    """
     results = [(case, result(found, of, case)) for case in cases.weights_and_compute()]
     with capsys.disabled():
         print(f"\n\n{of}:\n", *tables.weights(results, defined(of)), sep="\n")
+    ours, theirs = 0, 0
+    for case, each in results:
+        wanted, in_bf16 = (defined(of)(case.quant, case.compute, "bf16", dtype) for dtype in ("fp32", "bf16"))
+        ours += same_answers(each.answers, wanted.answers)
+        theirs += same_answers(in_bf16.answers, wanted.answers)
+    assert ours >= theirs - SPARE["native"]
     perplexity = [each.perplexity for case, each in results if case.compute == "float"]
     assert of == "original" or perplexity == sorted(perplexity)
