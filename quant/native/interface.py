@@ -169,3 +169,8 @@ class NativeWidening(ctypes.Structure):
 @_of_header
 class NativeTilesWidening(ctypes.Structure):
     """A matrix in order `tiles` to be widened."""
+
+
+@_of_header
+class NativeBlocks(ctypes.Structure):
+    """Blocks of a GGUF file to be dequantized."""

@@ -21,7 +21,7 @@ from ..shape.gguf_tensors import GgufWeight
 from ..shape.quantization import WHOLE
 from ..shape.quantized import QuantizedWeight
 from .codes import BIAS, E2M1, Codes
-from .gguf_weights import gguf_codes, gguf_floats
+from .gguf_weights import gguf_codes, gguf_floats, gguf_rows
 
 # Weights that are in float32 at a time, and the most bytes of their codes, values, scales and indices.
 _CHUNK = 1 << 18
@@ -45,21 +45,28 @@ def dequantize(
         return gguf_floats(checkpoint, weight, experts)
     shape = weight.entry.shape
     if len(shape) == 2:
-        return _fill(read_codes(checkpoint, weight), torch.empty(shape, dtype=dtype))
+        return _fill(_rows(checkpoint, weight, None), torch.empty(shape, dtype=dtype))
     chosen = experts or range(shape[0])
     out = torch.empty(len(chosen), *shape[1:], dtype=dtype)
     for matrix, expert in zip(out, chosen, strict=True):
-        _fill(read_codes(checkpoint, weight, expert), matrix.t() if weight.turned else matrix)
+        _fill(_rows(checkpoint, weight, expert), matrix.t() if weight.turned else matrix)
     return out
 
 
-def _fill(codes: Codes, out: Tensor) -> Tensor:
+def _rows(checkpoint: Checkpoint, weight: QuantizedWeight, expert: int | None) -> Callable[[int, int], Tensor]:
+    """Gives rows `begin` to `end` of a matrix in float32."""
+    if isinstance(weight, GgufWeight):
+        return gguf_rows(checkpoint, weight, expert)
+    return read_codes(checkpoint, weight, expert).widen
+
+
+def _fill(rows: Callable[[int, int], Tensor], out: Tensor) -> Tensor:
     # Words of AWQ hold eight rows.
-    step = max(8, _CHUNK // codes.shape[1] // 8 * 8)
+    step = max(8, _CHUNK // out.shape[1] // 8 * 8)
     # Chunks are too small to share: with other work on the machine every operation would wait for the slower thread.
     with torch_threads(1):
-        for begin in range(0, codes.shape[0], step):
-            out[begin : begin + step] = codes.widen(begin, min(begin + step, codes.shape[0]))
+        for begin in range(0, len(out), step):
+            out[begin : begin + step] = rows(begin, min(begin + step, len(out)))
     return out
 
 
@@ -143,12 +150,15 @@ def _zeros(parts: Mapping[str, Tensor], weight: QuantizedWeight, num_rows: int) 
     if weight.packing == "bytes":
         return zero.float().view(len(zero), -1)
     words = zero.t() if weight.packing == "words" else zero
-    if weight.zero:
+    if weight.zero and 32 % weight.bits == 0:
         # GPTQ's first layout has every zero point less one, taken from whole words: a zero point of 0 borrows from its
         # neighbour, and gets that back here (GPTQModel, convert_gptq_v1_to_v2_format_module).
         words = words + weight.zero * _ones(weight.bits, words.shape[1])
     codes = _in_awq_order(_unpacked(words, 4, num_rows)) if weight.packing == "awq" else None
     codes = _unpacked(words, weight.bits, num_rows) if codes is None else codes
+    if weight.zero and 32 % weight.bits:
+        # Codes of three bits cross words, and a word's carry would be lost.
+        codes = (codes + weight.zero) % (1 << weight.bits)
     return codes.t().float()
 
 

@@ -1,6 +1,6 @@
 """Reads weights of GGUF files: their floats, or the codes and scales of their blocks.
 
-Blocks that no weight format has are dequantized by gguf.quants, a few rows at a time.
+Blocks that no weight format has are dequantized a few rows at a time, by the library of CPU kernels or by gguf.quants.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ...offload.checkpoint.checkpoint import Checkpoint
+from ...quant.native.blocks import dequantize_blocks
 from ...quant.planes import pack_nibbles
 from ..shape.gguf_tensors import FLOATS, GgufWeight
-from ..shape.quantization import WHOLE
 from .codes import BIAS, E2M1, Codes
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -36,14 +36,16 @@ def gguf_floats(checkpoint: Checkpoint, weight: GgufWeight, experts: range | Non
 
 
 def gguf_codes(checkpoint: Checkpoint, weight: GgufWeight, expert: int | None = None) -> Codes:
-    """The codes of a matrix, or of one expert's of a stack."""
+    """The codes of a matrix, or of one expert's of a stack, of a type whose codes a weight format has."""
     rows, columns = weight.entry.shape[:-3:-1] if weight.turned else weight.entry.shape[-2:]
-    parts = _matrices(checkpoint, weight, expert)
-    if weight.numbers not in _CODES:
-        kinds = [checkpoint.entries[name].dtype for name in weight.sources]
-        one = torch.ones(1, 1)
-        return Codes((rows, columns), _widened(parts, kinds), (WHOLE, WHOLE), one, 0)
-    return _CODES[weight.numbers](_by_turns(parts), (rows, columns))
+    return _CODES[weight.numbers](_by_turns(_matrices(checkpoint, weight, expert)), (rows, columns))
+
+
+def gguf_rows(checkpoint: Checkpoint, weight: GgufWeight, expert: int | None = None) -> Callable[[int, int], Tensor]:
+    """Gives rows `begin` to `end` of a matrix, or of one expert's of a stack, in float32."""
+    if weight.numbers == "MXFP4":
+        return gguf_codes(checkpoint, weight, expert).widen
+    return _widened(_matrices(checkpoint, weight, expert), [checkpoint.entries[name].dtype for name in weight.sources])
 
 
 def q4_k_rows(checkpoint: Checkpoint, weight: GgufWeight, expert: int | None = None) -> Tensor:
@@ -119,8 +121,12 @@ def _dequantized(rows: Tensor, kind: str) -> Tensor:
     # An extra: other checkpoints do not need it.
     import gguf
 
-    made = gguf.quants.dequantize(rows.contiguous().numpy(), gguf.GGMLQuantizationType[kind])
-    return torch.from_numpy(made)
+    number = gguf.GGMLQuantizationType[kind]
+    weights, nbytes = gguf.GGML_QUANT_SIZES[number]
+    floats = dequantize_blocks(rows.contiguous().view(-1, nbytes), kind, weights)
+    if floats is None:
+        floats = torch.from_numpy(gguf.quants.dequantize(rows.contiguous().numpy(), number))
+    return floats.view(len(rows), -1)
 
 
 def _q8_0(raw: Tensor, shape: tuple[int, int]) -> Codes:

@@ -218,7 +218,7 @@ def test_a_pass_that_runs_out_of_memory_starts_its_sequences_again(checkpoint: C
 
 def test_projections_are_read_once_a_pass(checkpoint: Callable[[str], Path]) -> None:
     with closing(load(checkpoint("qwen3_next"), Way(deterministic=False))) as loaded:
-        modules = dict(loaded.model._model.named_modules())
+        modules = dict(loaded.model.model.named_modules())
         projections = {module for name, module in modules.items() if "linear_attn" in name}
         calls = 0
         forward = PackedLinear.forward

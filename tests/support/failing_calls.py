@@ -66,9 +66,20 @@ class Commands:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
 
+    @property
+    def said(self) -> Path:
+        """What the command that runs has printed so far."""
+        return self.folder / "said"
+
+    @property
+    def process(self) -> int:
+        """The id of the process that runs, or ran last."""
+        return int((self.folder / "process").read_text())
+
     def run(self, arguments: Sequence[object], fault: Fault | None = None) -> Ended:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        self.said.write_text("")
         request = {"arguments": [str(each) for each in arguments], "fault": None if fault is None else asdict(fault)}
         print(json.dumps(request), file=self._process.stdin, flush=True)
         return Ended(**json.loads(self._process.stdout.readline()))
@@ -102,6 +113,7 @@ def handled(arguments: list[str], fault: dict[str, Any] | None) -> dict[str, Any
     child = os.fork()
     if child == 0:
         work(arguments, fault, said, counted)
+    Path("process").write_text(str(child))
     deadline, status = time.monotonic() + LIMIT_S, None
     while time.monotonic() < deadline:
         done, found = os.waitpid(child, os.WNOHANG)
@@ -115,7 +127,7 @@ def handled(arguments: list[str], fault: dict[str, Any] | None) -> dict[str, Any
     return {
         "code": status,
         "said": said.read_text(errors="replace"),
-        "counted": int(counted.read_text()) if counted.exists() else 0,
+        "counted": int((counted.exists() and counted.read_text()) or 0),
     }
 
 

@@ -344,7 +344,7 @@ def passes(case: Any, costs: HostCost, plan: Any, device: Any, experts: Any) -> 
     # Made once a process.
     lookup._pairs(nf4.VALUES, device.torch_device)
     with closing(load_engine(case.source, plan, None, device, experts, offsets)) as loaded:
-        costs.watch(loaded.model._model.get_decoder())
+        costs.watch(loaded.model.model.get_decoder())
         for index, ids in enumerate(case.prompts):
             loaded.engine.add(Sequence(ids, case.params(index, 0.0)))
         with steady(costs):
