@@ -49,7 +49,7 @@ LAUNCH_S = SLOWER * 2.2e-6 + 5e-6
 CALL_S = 1.2e-6
 # Launches of a layer with streamed experts and prompts (tests/device/host_cost.json), of which some 20 copy; where
 # torch computes attention it takes as many times more.
-LAYER_LAUNCHES, TORCH_ATTENTION = 116, 2.6
+LAYER_LAUNCHES, TORCH_ATTENTION = 116, 2.35
 # An expert that torch computes: aten's operations of its two products, of int8 and nf4 (int4's are 24).
 EXPERT_LAUNCHES = 12
 # An expert that streams, in groups of four, as they are when the host is what passes wait for: cache, order, lane 26 us
