@@ -198,18 +198,18 @@ def assert_the_command_resumes(model: Path, rows: Path, out: Path) -> None:
 ON_AN_LLM = """
 import sys
 from pathlib import Path
-from moedge.runtime.api import model
+from moedge.runtime.jobs import lifecycle
 from moedge import LLM
 
 model_folder, rows, first, second, loaded = sys.argv[1:]
-load = model.load_engine
+load = lifecycle.load_engine
 
 def counted(*given, **named):
     with open(loaded, "a") as file:
         file.write("loaded\\n")
     return load(*given, **named)
 
-model.load_engine = counted
+lifecycle.load_engine = counted
 with LLM(model_folder, ram="3GiB", max_sequences=8, max_model_len=128) as llm:
     print(llm.run_batch(rows, first, max_rows=20, progress=False).rows.ok, flush=True)
     llm.run_batch(rows, second, progress=False)
