@@ -30,11 +30,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
-from moedge.moe.expert import ExpertWeights
-from moedge.moe.expert_cache import ExpertSlots, StreamingExpertCache
+from moedge.moe.expert import ExpertGroups, ExpertWeights, group_by_expert
+from moedge.moe.expert_cache import ExpertSlots, Popular, StreamingExpertCache
 from moedge.moe.forecast import Forecast
-from moedge.moe.groups import ExpertGroups, group_by_expert
-from moedge.moe.policy import Popular
 from moedge.moe.routing_stats import RoutingStats
 from moedge.moe.streaming_mode import Mode, ModeChoice, RouterLatency
 from moedge.moe.streaming_order import ExpertFetchQueue, StreamingOrder

@@ -11,8 +11,7 @@ from itertools import islice
 
 import torch
 
-from .routing_stats import RoutingStats
-from .running_mean import RunningMean
+from .routing_stats import RoutingStats, RunningMean
 
 # Weight of the newest measurement in a running mean.
 _NEWEST = 0.1

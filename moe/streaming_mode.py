@@ -14,7 +14,7 @@ from enum import StrEnum
 from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
-from .running_mean import RunningMean
+from .routing_stats import RunningMean
 
 if TYPE_CHECKING:
     from .routing_stats import RoutingStats
@@ -32,7 +32,7 @@ class Waits(NamedTuple):
 Bucket = tuple[int, bool]
 
 # Weight of the newest measurement in a running mean.
-_NEWEST = 0.1
+_NEWEST_RECALL = 0.1
 # Before the first measurement, in units of one expert read.
 _FIRST = 2.0
 
@@ -86,9 +86,9 @@ class RouterLatency:
         stall, self._waited = waited - self._waited, waited
         if self._since is None or not each:
             return
-        self._idle.setdefault(bucket, RunningMean(_NEWEST)).observe((self._clock() - self._since) / each)
+        self._idle.setdefault(bucket, RunningMean(_NEWEST_RECALL)).observe((self._clock() - self._since) / each)
         if not guessed:
-            self._stalls.setdefault(bucket, RunningMean(_NEWEST)).observe(stall / each)
+            self._stalls.setdefault(bucket, RunningMean(_NEWEST_RECALL)).observe(stall / each)
 
 
 def _mean(means: Mapping[Bucket, RunningMean], bucket: Bucket) -> float:

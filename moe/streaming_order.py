@@ -14,8 +14,8 @@ import torch
 
 from ..offload.stream.lane import Shard, ShardKey
 from ..offload.stream.stream import Arrival, ShardStream
+from .expert import ExpertGroups
 from .forecast import Forecast
-from .groups import ExpertGroups
 from .streaming_mode import Mode, ModeChoice, RouterLatency, num_guesses
 
 # The most experts that are handed out at once when the stream waits for compute. Nothing is read into their ring slots

@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from ...moe.expected_rows import expected_union
+from ...moe.routing_stats import expected_union
 from ...offload.device import Device
 from ...offload.machine.profile import ATTENTION, TOGETHER, LoadingRates, Overheads
 from ...offload.machine.timing import Case, best_seconds, measure_rates

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...moe.expert import ResidentExpert
-from ...moe.groups import ExpertGroups
+from ...moe.expert import ExpertGroups, ResidentExpert
 from ...quant.matmul.selftest import BOUNDS, definition, errors, rounded
 from ...quant.tensor import PackedTensor, dtype_name
 from ..attention.latent import LatentAttention

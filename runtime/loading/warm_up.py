@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...moe.expert import ExpertWeights, ResidentExpert
-from ...moe.groups import group_by_expert
+from ...moe.expert import ExpertWeights, ResidentExpert, group_by_expert
 from ...offload.device import Device
 from ...offload.errors import is_out_of_memory
 from ...quant.kernels.tuning import TILE_ROWS

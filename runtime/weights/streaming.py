@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from ...moe.expert import ExpertWeights, HeldExperts
-from ...moe.expert_cache import ExpertSlots, StreamedExperts, StreamingExpertCache
+from ...moe.expert_cache import ExpertSlots, Popular, StreamedExperts, StreamingExpertCache
 from ...moe.forecast import Forecast
-from ...moe.policy import Popular
 from ...moe.routing_stats import RoutingStats
 from ...moe.streaming_mode import DEFAULTS, ExpertOptions, ModeChoice, RouterLatency
 from ...moe.streaming_order import ExpertFetchQueue, StreamingOrder

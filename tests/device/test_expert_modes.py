@@ -90,8 +90,8 @@ def test_a_forecast_that_knows_the_future_wastes_nothing(
     case: Any, fakes: ModuleType, modes: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a first run wanted, turn by turn, is what the second one guesses; first layers are not guessed."""
+    from moedge.moe.expert_cache import Popular
     from moedge.moe.forecast import Forecast
-    from moedge.moe.policy import Popular
 
     tiny = case("qwen3_moe")
     future: list[tuple[int, list[int]]] = []

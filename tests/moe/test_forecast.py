@@ -2,8 +2,8 @@
 
 import torch
 
+from moedge.moe.expert import group_by_expert
 from moedge.moe.forecast import Forecast
-from moedge.moe.groups import group_by_expert
 from moedge.moe.routing_stats import RoutingStats
 
 E, A, D, T = 16, 2, 32, 3

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from moedge.moe.policy import Popular
+from moedge.moe.expert_cache import Popular
 from moedge.offload.stream.lane import ShardKey
 from support.experts.replay import Trace, belady, replay
 

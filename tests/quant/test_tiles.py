@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moedge.moe.expert import ExpertBody, ExpertWeights, HeldExperts, mix_experts
-from moedge.moe.groups import group_by_expert
+from moedge.moe.expert import ExpertBody, ExpertWeights, HeldExperts, group_by_expert, mix_experts
 from moedge.moe.routing_stats import RoutingStats
 from moedge.quant.formats.format import FORMATS, INTEGER_CODES, ROWS, TILES, get_format
 from moedge.quant.kernels.operands import ACTIVATIONS, Gate

@@ -7,7 +7,7 @@ from moedge.offload.stream.lane import ShardKey
 
 
 class HoldPolicy(Protocol):
-    """What moedge.moe.policy.Popular is."""
+    """What moedge.moe.expert_cache.Popular is."""
 
     def begin_pass(self) -> None: ...
 
