@@ -10,13 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from ..offload.stream.lane import ShardKey
-from ..offload.stream.stream import Arrival
+from ..offload.stream.stream import Arrival, ShardKey
 from .expert import ExpertGroups, ExpertWeights, OneShotEvent, ResidentExpert
-from .forecast import ForecastCounts
 from .routing_stats import RoutingStats
-from .streaming_mode import Mode
-from .streaming_order import StreamingOrder
+from .streaming_order import ForecastCounts, Mode, StreamingOrder
 
 if TYPE_CHECKING:
     import numpy as np

@@ -14,9 +14,17 @@ from types import TracebackType
 from typing import Self
 
 from ..errors import BadStore
-from .access import lock_to_use, refuse_untrusted
 from .linked import open_sources
-from .manifest import HEAD_FILE, MANIFEST, RESIDENT_FILE, Manifest, layer_file, read_manifest
+from .manifest import (
+    HEAD_FILE,
+    MANIFEST,
+    RESIDENT_FILE,
+    Manifest,
+    layer_file,
+    lock_to_use,
+    read_manifest,
+    refuse_untrusted,
+)
 from .shard_file import ShardExtent, ShardFile, is_sound, open_shard_file, read_shard
 
 

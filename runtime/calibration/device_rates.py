@@ -15,7 +15,7 @@ import torch
 from ...offload.device import Device
 from ...offload.errors import is_out_of_memory
 from ...offload.machine.profile import ATTENTION, TOGETHER, Overheads
-from ...offload.machine.timing import best_seconds
+from ...offload.machine.speeds import best_seconds
 from ...quant.formats.format import QUANT_FORMATS
 from ...quant.kernels import tuning
 from ...quant.kernels.gpu import Gpu

@@ -12,11 +12,18 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-from ...offload.machine.disk import large, large_files, measure_cold_reads, measure_disk
 from ...offload.machine.hardware import Hardware, find_hardware, nearest_existing
-from ...offload.machine.link import measure_device_memory, measure_link, measure_pin_limit
 from ...offload.machine.profile import Disk, DiskRead, FlopRates, Machine, load_machine, saved_path, this_machine
-from ...offload.machine.timing import measure_memory
+from ...offload.machine.speeds import (
+    large,
+    large_files,
+    measure_cold_reads,
+    measure_device_memory,
+    measure_disk,
+    measure_link,
+    measure_memory,
+    measure_pin_limit,
+)
 from ...offload.memory import host_available, trim
 from ..settings.stages import stage
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from ...moe.routing_stats import expected_union
 from ...offload.device import Device
 from ...offload.machine.profile import ATTENTION, TOGETHER, LoadingRates, Overheads
-from ...offload.machine.timing import Case, best_seconds, measure_rates
+from ...offload.machine.speeds import Case, best_seconds, measure_rates
 from ...quant.formats.format import QUANT_FORMATS, get_format
 from ...quant.kv.format import KV_FORMATS
 from ...quant.matmul.matmul import Matmul, ParallelMatmul, Workspace, kernel_order, measure_gemv_max_rows

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...moe.streaming_mode import ExpertOptions
+from ...moe.streaming_order import ExpertOptions
 from ...offload.memory import Heap
 from ..api.generation import DeferredInterrupt
 from ..api.model import OpenModel, refuse_over_budget

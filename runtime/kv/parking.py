@@ -8,9 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...offload.device import Device
-from ...offload.host_memory import HostMemory
-from ...offload.page_locked import PIN_CHUNK_NBYTES, Pinned
+from ...offload.device import PIN_CHUNK_NBYTES, Device, HostMemory, Pinned
 from .allocator import NO_BLOCK, BlockAllocator
 from .group import GroupCache
 from .pool import BlockMemory

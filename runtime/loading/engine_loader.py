@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...moe.streaming_mode import DEFAULTS, ExpertOptions
+from ...moe.streaming_order import DEFAULTS, ExpertOptions
 from ...offload.device import Device
 from ...offload.errors import is_out_of_memory
 from ...offload.machine.hardware import num_workers

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...offload.checkpoint.checkpoint import Checkpoint
-from ...offload.checkpoint.json_object import described
+from ...offload.checkpoint.header import described
 from ...offload.errors import BadCheckpoint
 from ...quant.matmul.thread_pool import torch_threads
 from ...quant.tensor import SAFETENSORS_DTYPES

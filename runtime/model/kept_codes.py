@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...offload.checkpoint.checkpoint import Checkpoint
-from ...offload.checkpoint.json_object import described
+from ...offload.checkpoint.header import described
 from ...offload.errors import BadCheckpoint
 from ...quant.formats.format import ROWS, Layout, Plane, get_format
 from ...quant.planes import Planes, pack_nibbles

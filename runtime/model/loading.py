@@ -23,8 +23,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
 from ...offload.checkpoint.checkpoint import Checkpoint
-from ...offload.checkpoint.header import TensorEntry
-from ...offload.checkpoint.json_object import described
+from ...offload.checkpoint.header import TensorEntry, described
 from ...offload.errors import BadCheckpoint
 from ...quant.formats.format import Layout
 from ...quant.tensor import SAFETENSORS_DTYPES

@@ -10,8 +10,7 @@ from typing import Any
 
 from ...offload.checkpoint.checkpoint import Checkpoint
 from ...offload.checkpoint.gguf_file import GgufCheckpoint, is_gguf
-from ...offload.checkpoint.header import TensorEntry
-from ...offload.checkpoint.json_object import described, gc_paused
+from ...offload.checkpoint.header import TensorEntry, described, gc_paused
 from ...offload.errors import BadCheckpoint
 from ...quant.formats.dtypes import DTYPES
 from ..settings.errors import UnsupportedModel

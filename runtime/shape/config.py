@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...offload.checkpoint.checkpoint import read_inside
-from ...offload.checkpoint.json_object import described, load_object
+from ...offload.checkpoint.header import described, load_object
 from ...quant.formats.dtypes import WEIGHT_DTYPES
 from ..settings.errors import UnsupportedModel
 from .config_fields import FIELDS, LISTS, NESTED, ROPE_FIELDS, check_rope, checked_fields, out_of_range

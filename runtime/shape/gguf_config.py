@@ -10,8 +10,7 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ...offload.checkpoint.header import TensorEntry
-from ...offload.checkpoint.json_object import described
+from ...offload.checkpoint.header import TensorEntry, described
 from ..settings.errors import UnsupportedModel
 from .quantized import ReadSmall
 

@@ -11,8 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from ...offload.checkpoint.header import TensorEntry
-from ...offload.checkpoint.json_object import described
+from ...offload.checkpoint.header import TensorEntry, described
 from ...offload.errors import BadCheckpoint
 from ...quant.formats.dtypes import DTYPES, OPTION_DTYPES
 from ...quant.formats.format import FORMATS

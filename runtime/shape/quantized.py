@@ -11,8 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from ...offload.checkpoint.header import TensorEntry
-from ...offload.checkpoint.json_object import described, load_object
+from ...offload.checkpoint.header import TensorEntry, described, load_object
 from ...offload.errors import BadCheckpoint
 from ...quant.formats.dtypes import DTYPES
 from ...quant.formats.format import FORMATS

@@ -13,8 +13,7 @@ from typing import Any
 
 from ...offload.checkpoint.checkpoint import INDEX, MAX_INDEX_NBYTES, find_inside, has_weights, read_inside
 from ...offload.checkpoint.gguf_file import is_gguf
-from ...offload.checkpoint.header import TensorEntry
-from ...offload.checkpoint.json_object import load_object
+from ...offload.checkpoint.header import TensorEntry, load_object
 from ...offload.errors import BadCheckpoint
 from ...offload.store.manifest import MANIFEST, read_manifest
 from ...quant.kv.format import KV_FORMATS

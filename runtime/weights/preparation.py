@@ -18,7 +18,7 @@ from ...offload.checkpoint.checkpoint import Checkpoint
 from ...offload.errors import BadCheckpoint
 from ...offload.store.manifest import HEAD_FILE, layer_file
 from ...offload.store.writer import LayerFile, StoreWriter
-from ...offload.stream.lane import HEAD, ShardKey
+from ...offload.stream.stream import HEAD, ShardKey
 from ...quant.formats.format import FormatError, Layout, row_chunks
 from ...quant.matmul.matmul import ParallelMatmul
 from ...quant.planes import fill

@@ -14,20 +14,33 @@ import torch
 
 from ...moe.expert import ExpertWeights, HeldExperts
 from ...moe.expert_cache import ExpertSlots, Popular, StreamedExperts, StreamingExpertCache
-from ...moe.forecast import Forecast
 from ...moe.routing_stats import RoutingStats
-from ...moe.streaming_mode import DEFAULTS, ExpertOptions, ModeChoice, RouterLatency
-from ...moe.streaming_order import ExpertFetchQueue, StreamingOrder
-from ...offload.device import Device
-from ...offload.host_memory import HostMemory
-from ...offload.page_locked import Pinned
+from ...moe.streaming_order import (
+    DEFAULTS,
+    ExpertFetchQueue,
+    ExpertOptions,
+    Forecast,
+    ModeChoice,
+    RouterLatency,
+    StreamingOrder,
+)
+from ...offload.device import Device, HostMemory, Pinned
 from ...offload.store.shard_file import ShardExtent
 from ...offload.store.store import Store
-from ...offload.stream.cuda_lane import CudaLane
-from ...offload.stream.lane import ALIGNMENT, DENSE, HEAD, Lane, Ring, Shard, ShardKey, ShardPart
+from ...offload.stream.cuda_lane import CudaLane, StagedLane
 from ...offload.stream.reader_lane import DirectFile, HostBytes, ReaderLane, Source, ThreadBuffer, UnalignedFile
-from ...offload.stream.staged_lane import StagedLane
-from ...offload.stream.stream import Arrival, ShardStream
+from ...offload.stream.stream import (
+    ALIGNMENT,
+    DENSE,
+    HEAD,
+    Arrival,
+    Lane,
+    Ring,
+    Shard,
+    ShardKey,
+    ShardPart,
+    ShardStream,
+)
 from ...quant.tensor import FLOAT_ALIGNMENT
 from ..model.assembly import LayerAssembly
 from ..plan.placement import Placement, Plan

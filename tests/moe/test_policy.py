@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from moedge.moe.expert_cache import Popular
-from moedge.offload.stream.lane import ShardKey
+from moedge.offload.stream.stream import ShardKey
 from support.experts.replay import Trace, belady, replay
 
 LAYERS, EXPERTS = 4, 8

@@ -14,7 +14,7 @@ import torch
 
 from moedge.offload.errors import BadStore
 from moedge.offload.store.manifest import MANIFEST, read_manifest
-from moedge.offload.stream.lane import ShardKey
+from moedge.offload.stream.stream import ShardKey
 from moedge.quant.formats.format import INT4PACK, ROWS, Layout
 from moedge.quant.matmul.matmul import kernel_order
 from moedge.quant.tensor import PackedTensor

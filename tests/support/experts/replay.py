@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from moedge.offload.stream.lane import ShardKey
+from moedge.offload.stream.stream import ShardKey
 
 
 class HoldPolicy(Protocol):
