@@ -65,7 +65,7 @@ if TYPE_CHECKING:
         same_everywhere,
     )
     from ..loading.engine_loader import LoadedModel
-    from ..loading.kernels_here import bitsandbytes_speed, cpu_kernels, gpu_kernels, product_error
+    from ..loading.selftest import bitsandbytes_speed, cpu_kernels, gpu_kernels, product_error
     from ..plan.fallback import Fallback, FallbackPolicy
     from ..plan.history import RunRecord, last_runs
     from ..plan.memory_ledger import TierLedger

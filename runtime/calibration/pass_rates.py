@@ -30,10 +30,9 @@ from ...quant.scratch import scratch_nbytes
 from ...quant.tensor import PackedTensor, dtype_name, pack, pack_into
 from ..attention.protocol import AttentionBackend, AttentionCall
 from ..attention.torch_backend import TorchAttention
-from ..engine.batch import Batch
-from ..engine.batch import pack as pack_batch
 from ..engine.engine import Engine, Model
-from ..engine.sequence import Sequence
+from ..engine.sequence import Batch, Sequence
+from ..engine.sequence import pack as pack_batch
 from ..kv.cache import KVCache
 from ..kv.pool import KVPool
 from ..kv.spec import KVSpec

@@ -21,7 +21,7 @@ from ..attention.latent import LatentAttention
 from ..attention.protocol import AttentionBackend, AttentionCall
 from ..attention.selftest import ROUNDINGS
 from ..attention.torch_backend import TorchAttention
-from ..engine.batch import Batch
+from ..engine.sequence import Batch
 from ..model.experts_seam import PackedExperts
 from ..model.runner import ModelRunner
 from ..model.weights_seam import PackedLinear

@@ -9,11 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from ...offload.device import PIN_CHUNK_NBYTES, Device, HostMemory, Pinned
-from .allocator import NO_BLOCK, BlockAllocator
-from .group import GroupCache
+from .allocator import NO_BLOCK, BlockAllocator, BlockTable, GroupCache
 from .pool import BlockMemory
 from .spec import KVSpec
-from .usage import BlockTable
 
 
 class HostSlots:

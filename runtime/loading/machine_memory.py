@@ -11,12 +11,12 @@ from ...offload.device import Device, find_device
 from ...offload.errors import is_out_of_memory
 from ...offload.machine.profile import Machine
 from ...offload.memory import host_resident
-from ...quant.kernels.gpu import Gpu
+from ...quant.kernels.operands import Gpu
 from ..plan.planner import choose_dtype
 from ..settings.budgets import LIBRARIES_NBYTES, PROCESS_NBYTES, Budgets, DeviceBudget, MemoryBudget, without_device
 from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape
-from .gpu_selftest import KernelNeeds, usable_kernels, usual_needs
+from .selftest import KernelNeeds, usable_kernels, usual_needs
 
 _SIZE = 64
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)

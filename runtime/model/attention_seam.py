@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..attention.protocol import AttentionBackend, AttentionCall, IndexQuery
-from ..engine.batch import Batch
+from ..engine.sequence import Batch
 from ..settings.errors import UnsupportedModel
 from .latent_seam import latent_weights
 from .llama4 import RESCALE

@@ -17,7 +17,7 @@ from ...offload.checkpoint.header import described
 from ...offload.errors import BadCheckpoint
 from ...quant.matmul.thread_pool import torch_threads
 from ...quant.tensor import SAFETENSORS_DTYPES
-from ..shape.gguf_tensors import GgufWeight
+from ..shape.gguf import GgufWeight
 from ..shape.quantization import WHOLE
 from ..shape.quantized import QuantizedWeight
 from .codes import BIAS, E2M1, Codes

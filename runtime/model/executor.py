@@ -12,7 +12,7 @@ from ...quant.kernels.upload import upload
 from ...quant.matmul.matmul import ParallelMatmul
 from ...quant.scratch import whole_vectors
 from ..attention.protocol import AttentionBackend
-from ..engine.batch import Batch
+from ..engine.sequence import Batch
 from .attention_seam import PackedPass
 from .recurrent.pass_states import PassStates
 

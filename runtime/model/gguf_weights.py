@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ...offload.checkpoint.checkpoint import Checkpoint
-from ...quant.native.blocks import dequantize_blocks
+from ...quant.native.calls import dequantize_blocks
 from ...quant.planes import pack_nibbles
-from ..shape.gguf_tensors import FLOATS, GgufWeight
+from ..shape.gguf import FLOATS, GgufWeight
 from .codes import BIAS, E2M1, Codes
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

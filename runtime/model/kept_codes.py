@@ -18,7 +18,7 @@ from ...offload.errors import BadCheckpoint
 from ...quant.formats.format import ROWS, Layout, Plane, get_format
 from ...quant.planes import Planes, pack_nibbles
 from ...quant.tensor import dtype_name, torch_dtype
-from ..shape.gguf_tensors import GgufWeight
+from ..shape.gguf import GgufWeight
 from ..shape.quantized import QuantizedWeight
 from .codes import Codes
 from .dequantize import read_codes

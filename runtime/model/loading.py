@@ -29,8 +29,7 @@ from ...quant.formats.format import Layout
 from ...quant.tensor import SAFETENSORS_DTYPES
 from ..shape.families import family
 from ..shape.quantized import ModelTensors, QuantizedWeight
-from ..shape.read import LAYER, expert_index, is_down, is_expert, is_extra_expert, is_unused, renamed_in
-from ..shape.states import is_convolution
+from ..shape.read import LAYER, expert_index, is_convolution, is_down, is_expert, is_extra_expert, is_unused, renamed_in
 from .dequantize import dequantize
 from .kept_codes import read_rows, row_nbytes
 

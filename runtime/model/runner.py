@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ...quant.matmul.matmul import ParallelMatmul
 from ..attention.protocol import AttentionBackend
-from ..engine.batch import Batch
+from ..engine.sequence import Batch
 from .executor import Executor, SeamExecutor
 from .recurrent.pass_states import PassStates
 

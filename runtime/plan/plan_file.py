@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...offload.machine.hardware import Hardware, cpu_text, find_driver, gpu_text, num_threads
-from ...quant.kernels.gpu import Lacks
+from ...quant.kernels.operands import Lacks
 from ..settings.budgets import GIB
 from ..settings.errors import SettingError
 from ..settings.settings import Settings

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from ...offload.checkpoint.header import TensorEntry, described, load_object
 from ...offload.errors import BadCheckpoint
-from ...quant.formats.dtypes import DTYPES
-from ...quant.formats.format import FORMATS
+from ...quant.formats.format import DTYPES, FORMATS
 from ..settings.errors import UnsupportedModel
 from .quantization import WHOLE, Quantization, Scheme
 

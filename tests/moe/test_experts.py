@@ -21,9 +21,8 @@ from moedge.moe.expert import (
     mix_experts,
 )
 from moedge.moe.routing_stats import RoutingStats, padded_rows
-from moedge.quant.kernels.launch import Launch
 from moedge.quant.kernels.operands import recognise
-from moedge.quant.kernels.product import GroupedProduct
+from moedge.quant.kernels.product import GroupedProduct, Launch
 from moedge.quant.matmul.matmul import ParallelMatmul, Workspace
 from moedge.quant.matmul.thread_pool import torch_threads
 from moedge.quant.tensor import pack

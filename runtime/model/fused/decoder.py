@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ....quant.matmul.matmul import ParallelMatmul
 from ....quant.matmul.steps import Step, Steps
-from ...attention.native_steps import AttentionSteps
+from ...attention.native_rows import AttentionSteps
 from ...attention.protocol import AttentionBackend
 from ...attention.torch_backend import TorchAttention
-from ...engine.batch import Batch
+from ...engine.sequence import Batch
 from .layer import FusedLayer, LayerSteps
 
 

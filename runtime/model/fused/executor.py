@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ....quant.matmul.matmul import ParallelMatmul
-from ...engine.batch import Batch
+from ...engine.sequence import Batch
 from ..executor import SeamExecutor
 from ..runner import ModelRunner
 from .decoder import FusedDecoder

@@ -14,7 +14,7 @@ from ....quant.matmul import steps
 from ....quant.matmul.matmul import ALL_ROWS, ParallelMatmul
 from ....quant.matmul.steps import HeadRows, Routed, Step, Steps
 from ....quant.matmul.tiled import MOST_ROWS
-from ....quant.native.interface import NativeExpert
+from ....quant.native.library import NativeExpert
 from ....quant.scratch import fused_row_nbytes, row_nbytes
 from ...attention.protocol import AttentionCall
 from ..attention_seam import PackedPass

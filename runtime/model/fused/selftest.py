@@ -16,7 +16,7 @@ from ....quant.matmul.tiled import MOST_ROWS
 from ....quant.native.library import available
 from ....quant.tensor import dtype_name
 from ...attention.protocol import AttentionCall
-from ...engine.batch import Batch, pack
+from ...engine.sequence import Batch, pack
 from ...engine.sequence import Sequence as TokenSequence
 from ...kv.cache import KVCache
 from ...plan.candidate import SELFTEST_ROWS

@@ -15,7 +15,7 @@ import torch
 from ....offload.machine.hardware import num_workers
 from ....quant.kernels.upload import upload
 from ....quant.matmul.thread_pool import WorkerPool
-from ...engine.batch import Batch, Chunk
+from ...engine.sequence import Batch, Chunk
 from ...kv.spec import CPU_STEP_NBYTES, GATHERED_NBYTES, SCAN_CHUNK, SCANNED_TOKENS, SHARED_STEP_NBYTES, STEP_NBYTES
 from ...kv.states import NO_SLOT, LayerStates, Slots, StatePool
 

@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from ...settings.errors import UnsupportedModel
 from ...shape.config import ModelConfig
-from ...shape.states import RECURRENT
+from ...shape.read import RECURRENT
 from .gated_delta import gated_delta_rule, kimi_delta_rule
 from .lightning import adapt_lightning
 from .mamba import selective_scan

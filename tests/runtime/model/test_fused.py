@@ -11,8 +11,7 @@ import torch
 
 from moedge.quant.matmul.matmul import GEMV_MAX_ROWS
 from moedge.quant.native import library
-from moedge.runtime.engine.batch import Batch
-from moedge.runtime.engine.sequence import Sequence
+from moedge.runtime.engine.sequence import Batch, Sequence
 from moedge.runtime.loading import engine_loader
 from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine
 from moedge.runtime.model.executor import SeamExecutor

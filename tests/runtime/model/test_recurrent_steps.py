@@ -7,8 +7,7 @@ import torch
 from transformers.models.granitemoehybrid import modeling_granitemoehybrid as mamba2_module
 from transformers.models.qwen3_next import modeling_qwen3_next as delta_module
 
-from moedge.runtime.engine.batch import Batch, pack
-from moedge.runtime.engine.sequence import Sequence
+from moedge.runtime.engine.sequence import Batch, Sequence, pack
 from moedge.runtime.kv.spec import StateSpec
 from moedge.runtime.kv.states import StatePool
 from moedge.runtime.model.recurrent import pass_states
