@@ -31,10 +31,8 @@ from ..settings.settings import Settings
 from ..settings.stages import stage
 from ..shape.shards import ModelShards
 from ..source.model_source import ModelSource, open_source
-from .format_weights import FormatWeights
-from .local import LocalErrors, hidden_of
 from .parts import MOST_ROUNDINGS, Part, PartErrors
-from .reference import Reference, compute_reference
+from .reference import FormatWeights, LocalErrors, Reference, compute_reference, hidden_of
 
 SCHEMA = "moedge.check/3"
 MAX_TOKENS = 8

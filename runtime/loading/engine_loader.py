@@ -39,10 +39,9 @@ from ..kv.parking import ParkingMemory
 from ..kv.pool import KVPool
 from ..kv.spec import KVSpec, StateSpec, state_format
 from ..kv.states import StatePool
-from ..model.assembly import LayerAssembly, install_head
-from ..model.definition import define
+from ..model.definition import LayerAssembly, define, install_head
 from ..model.experts_seam import PackedExperts
-from ..model.fused.executor import FusedExecutor
+from ..model.fused.decoder import FusedExecutor
 from ..model.fused.layer import FusedLayer, buffers_nbytes
 from ..model.fused.selftest import fuse, fused_executor
 from ..model.recurrent.pass_states import PassStates

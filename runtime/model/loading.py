@@ -30,8 +30,7 @@ from ...quant.tensor import SAFETENSORS_DTYPES
 from ..shape.families import family
 from ..shape.quantized import ModelTensors, QuantizedWeight
 from ..shape.read import LAYER, expert_index, is_convolution, is_down, is_expert, is_extra_expert, is_unused, renamed_in
-from .dequantize import dequantize
-from .kept_codes import read_rows, row_nbytes
+from .dequantize import dequantize, read_rows, row_nbytes
 
 MAX_LISTED = 10
 NO_LAYOUTS: Mapping[str, Layout] = MappingProxyType({})

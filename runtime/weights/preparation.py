@@ -24,9 +24,8 @@ from ...quant.matmul.matmul import ParallelMatmul
 from ...quant.planes import fill
 from ...quant.scratch import wide_columns
 from ...quant.tensor import CODECS, PackedTensor, pack_into, torch_dtype
-from ..model.assembly import LayerAssembly
-from ..model.dequantize import WIDENING_NBYTES
-from ..model.kept_codes import planes_of_rows
+from ..model.definition import LayerAssembly
+from ..model.dequantize import WIDENING_NBYTES, planes_of_rows
 from ..model.loading import CheckpointLoader, refuse_nonfinite
 from ..plan.candidate import SLACK_NBYTES
 from ..settings.budgets import MIB, process_nbytes

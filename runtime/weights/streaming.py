@@ -51,7 +51,7 @@ from ...offload.stream.stream import (
     ShardStream,
 )
 from ...quant.tensor import FLOAT_ALIGNMENT
-from ..model.assembly import LayerAssembly
+from ..model.definition import LayerAssembly
 from ..plan.placement import Placement, Plan
 from ..settings.stages import Advance
 from .memory import WeightMemory

@@ -14,7 +14,7 @@ from moedge.offload.machine.profile import Overheads, read_machine
 from moedge.offload.machine.speeds import measure_disk
 from moedge.runtime.calibration import machine_profile, pass_rates
 from moedge.runtime.calibration.machine_profile import saved_profile
-from moedge.runtime.plan.history import RunRecord, keep
+from moedge.runtime.plan.plan_file import RunRecord, keep
 
 MIB = 1 << 20
 

@@ -18,9 +18,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moedge.offload.checkpoint.checkpoint import Checkpoint
 from moedge.quant.matmul.matmul import ParallelMatmul, Workspace
-from moedge.runtime.model.assembly import LayerAssembly
 from moedge.runtime.model.defaults import rebuild
-from moedge.runtime.model.definition import define, stock_tensor_shapes
+from moedge.runtime.model.definition import LayerAssembly, define, stock_tensor_shapes
 from moedge.runtime.plan.cost_model import CostModel
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import PlanRequest, solve

@@ -21,7 +21,7 @@ from moedge.quant.tensor import PackedTensor
 from moedge.runtime.loading import prepare as module
 from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.loading.prepare import prepare, prepare_linked, store_path
-from moedge.runtime.model.assembly import LayerAssembly
+from moedge.runtime.model.definition import LayerAssembly
 from moedge.runtime.model.loading import CheckpointLoader
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan
