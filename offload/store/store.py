@@ -73,7 +73,9 @@ class Store:
         except BaseException:
             _close_all(descriptors)
             raise
-        _note_use(descriptors[0])
+        # Records that the store is used now, as the lock file's modification time, unless it cannot be changed.
+        with suppress(OSError):
+            os.utime(descriptors[0])
         return store
 
     @property
@@ -152,12 +154,6 @@ def _single(file: ShardFile, tensor: str) -> ShardExtent:
 
 def _resident(file: ShardFile) -> dict[str, ResidentTensor]:
     return {name: ResidentTensor(entry.dtype, entry.shape, _single(file, name)) for name, entry in file.entries.items()}
-
-
-def _note_use(lock: int) -> None:
-    """Records that the store is used now, as the lock file's modification time, unless it cannot be changed."""
-    with suppress(OSError):
-        os.utime(lock)
 
 
 def _close_all(descriptors: list[int]) -> None:

@@ -437,7 +437,8 @@ def _in_windows(
             with _narrowed(experts, window, whole):
                 ids = torch.where(inside, chosen - window.start, 0)
                 out += forward(experts, hidden, ids, weights.masked_fill(~inside, 0))
-            _restore(experts, whole)
+            for name, parameter in whole.items():
+                setattr(experts, name, parameter)
     experts.num_experts = total
     return out
 
@@ -454,11 +455,6 @@ def _narrowed(experts: Any, window: range, whole: Mapping[str, nn.Parameter]) ->
         yield
     finally:
         experts.num_experts = total
-
-
-def _restore(experts: Any, whole: Mapping[str, nn.Parameter]) -> None:
-    for name, parameter in whole.items():
-        setattr(experts, name, parameter)
 
 
 def _free(advance: Advance, nbytes: int, layer: nn.Module, *_: Any) -> None:

@@ -29,23 +29,15 @@ def load_libraries(device: Device) -> None:
     """
     for dtype in _DTYPES:
         try:
-            _multiply(device.torch_device, dtype)
-            _attend(device.torch_device, dtype)
+            matrix = torch.ones(_SIZE, _SIZE, dtype=dtype, device=device.torch_device)
+            torch.mm(matrix, matrix)
+            heads = torch.ones(1, 2, _SIZE, _SIZE, dtype=dtype, device=device.torch_device)
+            functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
         except RuntimeError as error:
             # A missing kernel raises its own error where it is needed.
             if is_out_of_memory(error):
                 raise
     device.synchronize()
-
-
-def _multiply(torch_device: torch.device, dtype: torch.dtype) -> None:
-    matrix = torch.ones(_SIZE, _SIZE, dtype=dtype, device=torch_device)
-    torch.mm(matrix, matrix)
-
-
-def _attend(torch_device: torch.device, dtype: torch.dtype) -> None:
-    heads = torch.ones(1, 2, _SIZE, _SIZE, dtype=dtype, device=torch_device)
-    functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
 
 
 @dataclass(frozen=True, slots=True)

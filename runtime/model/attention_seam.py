@@ -204,7 +204,8 @@ def _attention(
         out = packed.attention.attend(call, q, k, v, packed.batch)
     else:
         width = max(query.shape[-1], value.shape[-1])
-        q, k, v = (_widen(x, width) for x in (q, k, v))
+        # Pads heads [..., D] with zeros to `width`, where keys and values differ in D: the cache has one length.
+        q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
         out = packed.attention.attend(call, q, k, v, packed.batch)[..., : value.shape[-1]]
     return (F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out).unsqueeze(0), None
 
@@ -213,8 +214,3 @@ def _is_chunked(module: torch.nn.Module) -> bool:
     """Whether a layer attends from the start of its chunk on: the mask's size alone does not show it."""
     kinds = getattr(module.config, "layer_types", None)
     return kinds is not None and kinds[module.layer_idx] == "chunked_attention"
-
-
-def _widen(x: torch.Tensor, width: int) -> torch.Tensor:
-    """Pads heads [..., D] with zeros to `width`, where keys and values differ in D: the cache has one length."""
-    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))

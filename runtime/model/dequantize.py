@@ -496,7 +496,13 @@ def _row_planes(layout: Layout) -> Iterator[tuple[Plane, int]]:
 
 
 def _kept_rows(codes: Codes, weight: QuantizedWeight) -> Tensor:
-    _check_order(codes, weight)
+    # Codes are kept where groups are runs of columns; headers do not show it.
+    order = codes.columns
+    if order is not None and not torch.equal(order, torch.arange(codes.shape[1]) // weight.group[1]):
+        raise BadCheckpoint(
+            f"{described(weight.tensors['order'])} orders the inputs, and config.json says nothing of desc_act; "
+            "correct it there"
+        )
     numbers = codes.rows(0, codes.shape[0])
     layout = get_format(weight.kept).in_order(ROWS).layout(codes.shape, "float32")
     planes = [_codes(numbers, layout, weight)]
@@ -504,12 +510,14 @@ def _kept_rows(codes: Codes, weight: QuantizedWeight) -> Tensor:
         grid = codes.scale if plane.name == "scales" else codes.zero
         grid = grid if isinstance(grid, Tensor) else torch.full(plane.shape, float(grid))
         planes.append(_cast(grid.reshape(plane.shape), plane, get_format(weight.kept).scales))
-    return torch.cat([_as_bytes(plane.reshape(len(numbers), -1)) for plane in planes], 1)
-
-
-def _as_bytes(plane: Tensor) -> Tensor:
     # A single column counts as contiguous whatever its strides are.
-    return plane.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    return torch.cat(
+        [
+            plane.reshape(len(numbers), -1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
+            for plane in planes
+        ],
+        1,
+    )
 
 
 def _codes(numbers: Tensor, layout: Layout, weight: QuantizedWeight) -> Tensor:
@@ -528,13 +536,3 @@ def _cast(grid: Tensor, plane: Plane, scales: str) -> Tensor:
     if not torch.equal(made.float(), grid) and not grid.isnan().any():
         raise BadCheckpoint(f"{plane.name} of the checkpoint are not {dtype_name(made.dtype)}; download it again")
     return made
-
-
-def _check_order(codes: Codes, weight: QuantizedWeight) -> None:
-    """Codes are kept where groups are runs of columns; headers do not show it."""
-    order = codes.columns
-    if order is not None and not torch.equal(order, torch.arange(codes.shape[1]) // weight.group[1]):
-        raise BadCheckpoint(
-            f"{described(weight.tensors['order'])} orders the inputs, and config.json says nothing of desc_act; "
-            "correct it there"
-        )

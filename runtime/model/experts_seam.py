@@ -62,7 +62,10 @@ def adapt_identity_experts(model: nn.Module) -> None:
     attributes that `expert_body` reads; names of parameters stay.
     """
     for module in _with_identity_experts(model):
-        _adapt(module)
+        count = module.num_experts = module.num_routed_experts
+        module.is_transposed, module.has_gate, module.has_bias, module.has_post_expert_norm = False, True, False, False
+        module._apply_gate = partial(_activate, activation=module.act_fn)
+        module.forward = partial(_mix, module, count)
 
 
 def drop_identity_matrices(model: nn.Module) -> None:
@@ -75,13 +78,6 @@ def drop_identity_matrices(model: nn.Module) -> None:
 
 def _with_identity_experts(model: nn.Module) -> list[Any]:
     return [each for each in model.modules() if hasattr(each, "zero_expert_num") and hasattr(each, "down_proj")]
-
-
-def _adapt(experts: Any) -> None:
-    count = experts.num_experts = experts.num_routed_experts
-    experts.is_transposed, experts.has_gate, experts.has_bias, experts.has_post_expert_norm = False, True, False, False
-    experts._apply_gate = partial(_activate, activation=experts.act_fn)
-    experts.forward = partial(_mix, experts, count)
 
 
 def _activate(gate_up: torch.Tensor, activation: nn.Module) -> torch.Tensor:

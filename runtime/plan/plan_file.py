@@ -341,20 +341,19 @@ def load_plan(path: Path, request: PlanRequest) -> Plan:
     """
     assert request.hardware is not None
     content = read_plan_file(path)
-    _refuse_other(path, content, request.shape, request.hardware)
-    plan = Plan.from_json(content["plan"])
-    _refuse_other_settings(path, plan, request.settings)
-    _refuse_other_tiers(plan, request)
-    return _within(plan, request)
-
-
-def _refuse_other(path: Path, content: dict[str, Any], shape: ModelShape, hardware: Hardware) -> None:
     for what, found, wanted in (
-        ("model", content["model"]["key"], shape_key(shape)),
-        ("machine", content["machine"]["key"], machine_key(hardware)),
+        ("model", content["model"]["key"], shape_key(request.shape)),
+        ("machine", content["machine"]["key"], machine_key(request.hardware)),
     ):
         if found != wanted:
             raise SettingError(f"{path} was made for another {what}; make one for this with `moedge plan --save`")
+    plan = Plan.from_json(content["plan"])
+    _refuse_other_settings(path, plan, request.settings)
+    if (plan.budget.device is None) != (request.budget.device is None):
+        raise SettingError("the plan computes on another tier than this run would; give its --gpu-mem, or a new plan")
+    if request.budget.device is not None:
+        _refuse_missing_kernels(plan, request.budget.device.gpu.lacks)
+    return _within(plan, request)
 
 
 def _refuse_other_settings(path: Path, plan: Plan, settings: Settings) -> None:
@@ -363,13 +362,6 @@ def _refuse_other_settings(path: Path, plan: Plan, settings: Settings) -> None:
         if wanted not in ("auto", None, planned):
             option = name.replace("_", "-")
             raise SettingError(f"{path} has {option} {planned}, and {wanted} was asked for; drop one of them")
-
-
-def _refuse_other_tiers(plan: Plan, request: PlanRequest) -> None:
-    if (plan.budget.device is None) != (request.budget.device is None):
-        raise SettingError("the plan computes on another tier than this run would; give its --gpu-mem, or a new plan")
-    if request.budget.device is not None:
-        _refuse_missing_kernels(plan, request.budget.device.gpu.lacks)
 
 
 def _within(plan: Plan, request: PlanRequest) -> Plan:

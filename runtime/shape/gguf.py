@@ -333,7 +333,10 @@ def gguf_tensors(config: ModelConfig, entries: Mapping[str, TensorEntry]) -> Mod
 
 def _weights(config: ModelConfig, entries: Mapping[str, TensorEntry]) -> Iterator[GgufWeight]:
     for name, entry in entries.items():
-        _check_type(entry)
+        if entry.dtype not in (*FLOATS, *BLOCKS):
+            raise BadCheckpoint(
+                f"{described(entry.name)} is {entry.dtype}, wanted one of {', '.join((*FLOATS, *BLOCKS))}"
+            )
         if name in _COMPUTED:
             continue
         match = _LAYER.fullmatch(name)
@@ -368,16 +371,15 @@ def _of_layer(config: ModelConfig, entry: TensorEntry, layer: int, part: str, ki
         raise _unknown(entry.name, config)
     own = f"{prefix}.{naming.layer[part]}"
     shape = (1, *entry.shape) if part == "ffn_gate_inp_shexp" and len(entry.shape) == 1 else entry.shape
-    heads = {"attn_q": config.size("num_attention_heads"), "attn_k": _kv_heads(config)}.get(part, 0)
+    heads = {
+        "attn_q": config.size("num_attention_heads"),
+        "attn_k": config.get("num_key_value_heads") or config.size("num_attention_heads"),
+    }.get(part, 0)
     if heads and naming.permuted and entry.shape[0] % (2 * heads):
         raise BadCheckpoint(f"{described(entry.name)} is {list(entry.shape)}, which {heads} heads do not divide")
     added = -1.0 if naming.norms_less_one and part.endswith("norm") else 0.0
     own = own if part == "attn_sinks" else f"{own}.{kind}"
     yield _weight(own, (entry,), shape, heads=heads if naming.permuted else 0, added=added)
-
-
-def _kv_heads(config: ModelConfig) -> int:
-    return config.get("num_key_value_heads") or config.size("num_attention_heads")
 
 
 def _pairs(
@@ -444,11 +446,6 @@ def _bits(kind: str) -> int:
     """The bits of a code, by the name of its type: 4 of Q4_K and MXFP4, 2 of IQ2_XXS."""
     found = re.search(r"\d", kind)
     return int(found[0]) if found else 0
-
-
-def _check_type(entry: TensorEntry) -> None:
-    if entry.dtype not in (*FLOATS, *BLOCKS):
-        raise BadCheckpoint(f"{described(entry.name)} is {entry.dtype}, wanted one of {', '.join((*FLOATS, *BLOCKS))}")
 
 
 def _unknown(name: str, config: ModelConfig) -> BadCheckpoint:

@@ -251,6 +251,7 @@ def model_shape(
         raise UnsupportedModel("the files hold no tensor *.embed_tokens.weight")
     tied = bool(config.get("tie_word_embeddings")) or head is None
     vocab, hidden = embedding.shape
+    # The layers that have an indexer; others of the same model attend to what one before them has chosen.
     return ModelShape(
         model_type=config.family.model_type,
         dtype=_dtype(entries.values()),
@@ -258,7 +259,11 @@ def model_shape(
         vocab=vocab,
         context=config.context,
         layers=tuple(_layer(index, layers[index], config, found) for index in range(num_layers)),
-        kv_groups=kv_groups(config, _attending(config, layers), _indexing(layers)),
+        kv_groups=kv_groups(
+            config,
+            _attending(config, layers),
+            [index for index, tensors in sorted(layers.items()) if any(map(_INDEXER.search, tensors))],
+        ),
         head=None if tied or head is None else Matrix("lm_head", head.shape[0], head.shape[1]),
         resident_numel=sum(entry.numel for entry in outside.values() if entry not in (head, embedding)),
         stored=stored_formats(found, tensors),
@@ -312,11 +317,6 @@ def _attending(config: ModelConfig, layers: Mapping[int, Mapping[str, TensorEntr
     """The layers that have keys and values: all of them, but in families that have recurrent ones."""
     hybrid = config.family.model_type in RECURRENT
     return [index for index, tensors in sorted(layers.items()) if not hybrid or attends(tensors)]
-
-
-def _indexing(layers: Mapping[int, Mapping[str, TensorEntry]]) -> list[int]:
-    """The layers that have an indexer; others of the same model attend to what one before them has chosen."""
-    return [index for index, tensors in sorted(layers.items()) if any(map(_INDEXER.search, tensors))]
 
 
 def kv_groups(
