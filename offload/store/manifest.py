@@ -212,7 +212,12 @@ class Manifest:
 
 def read_manifest(path: Path) -> Manifest:
     """Reads a manifest. Raises FileNotFoundError, or BadStore unless it is undamaged and of this version."""
-    data = _read(path)
+    with open(open_trusted(path), "rb") as file:
+        data = file.read(_MAX_MANIFEST_NBYTES + 1)
+    if len(data) > _MAX_MANIFEST_NBYTES:
+        raise BadStore(
+            f"{path} has over {_MAX_MANIFEST_NBYTES} bytes, too many for a manifest; prepare the model again"
+        )
     try:
         content = json.loads(data)
         found = content["format"]
@@ -228,16 +233,6 @@ def read_manifest(path: Path) -> Manifest:
     if not sound:
         raise BadStore(f"{path} is damaged: its bytes do not match its CRC32; prepare the model again")
     return manifest
-
-
-def _read(path: Path) -> bytes:
-    with open(open_trusted(path), "rb") as file:
-        data = file.read(_MAX_MANIFEST_NBYTES + 1)
-    if len(data) > _MAX_MANIFEST_NBYTES:
-        raise BadStore(
-            f"{path} has over {_MAX_MANIFEST_NBYTES} bytes, too many for a manifest; prepare the model again"
-        )
-    return data
 
 
 def _file_to_json(file: FileRecord) -> dict[str, Any]:

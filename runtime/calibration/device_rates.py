@@ -34,6 +34,8 @@ from ..shape.model_shape import KVGroup
 from ..source.model_source import open_source
 from .pass_rates import (
     CHUNK,
+    EXPERT_ROWS,
+    NUM_EXPERTS,
     HEAD_DIM,
     KV_HEADS,
     LOOKED_AT,
@@ -51,11 +53,9 @@ from .pass_rates import (
 
 # Calls that are submitted before the device is waited for: a pass does not wait after every one either.
 IN_FLIGHT = 8
-EXPERT_ROWS = (1, 16, 64, 256)
-NUM_EXPERTS = 32
 # Bytes of keys and values; enough for a kernel to take longer than submitting it.
 CACHE_NBYTES = 192 << 20
-_SECONDS = 0.03
+_DEVICE_SECONDS = 0.03
 _MODEL_NBYTES = 1 << 30
 
 
@@ -71,7 +71,7 @@ def device_rates(device: Device, gpu: Gpu) -> dict[str, dict[int, float]]:
         rates |= {TOGETHER.format(name): _together(device, name, dtype) for name in operands.FORMATS}
     if not gpu.lacks.attention:
         formats = [name for name in KV_FORMATS if TORCH_DTYPES.get(name, dtype) == dtype]
-        rates |= {ATTENTION.format(name): _attention(device, gpu, name, dtype) for name in formats}
+        rates |= {ATTENTION.format(name): _device_attention(device, gpu, name, dtype) for name in formats}
     device.give_back()
     return rates
 
@@ -82,7 +82,7 @@ def _alone(device: Device, format_name: str, dtype: torch.dtype, num_rows: int) 
     compute = ParallelMatmul(Workspace(nbytes, device.torch_device))
     x = torch.randn(num_rows, SHAPE[1]).to(device.torch_device, dtype)
     y = x.new_empty(num_rows, SHAPE[0])
-    return 2 * num_rows * SHAPE[0] * SHAPE[1] / _seconds(device, lambda: compute.linear(x, next(matrices), out=y))
+    return 2 * num_rows * SHAPE[0] * SHAPE[1] / _call_seconds(device, lambda: compute.linear(x, next(matrices), out=y))
 
 
 def _together(device: Device, format_name: str, dtype: torch.dtype) -> dict[int, float]:
@@ -96,11 +96,11 @@ def _together(device: Device, format_name: str, dtype: torch.dtype) -> dict[int,
         x = torch.randn(NUM_EXPERTS * rows, SHAPE[1]).to(device.torch_device, dtype)
         spans = [slice(first, first + rows) for first in range(0, len(x), rows)]
         launch = product.launch(x, x.new_empty(len(x), SHAPE[0]), matrices, [], product.rows(spans, x))
-        rates[rows] = 2 * len(x) * SHAPE[0] * SHAPE[1] / _seconds(device, launch.run)
+        rates[rows] = 2 * len(x) * SHAPE[0] * SHAPE[1] / _call_seconds(device, launch.run)
     return rates
 
 
-def _attention(device: Device, gpu: Gpu, kv_format: str, dtype: torch.dtype) -> dict[int, float]:
+def _device_attention(device: Device, gpu: Gpu, kv_format: str, dtype: torch.dtype) -> dict[int, float]:
     """One token each of many sequences, and pieces of prompts."""
     # Imports Triton.
     from ..attention.triton_backend import TritonAttention
@@ -112,11 +112,11 @@ def _attention(device: Device, gpu: Gpu, kv_format: str, dtype: torch.dtype) -> 
     rates = {}
     for count, sequences in ((1, num_sequences), (CHUNK, min(8, num_sequences))):
         attend = attend_once(cache, attention, dtype, sequences, count)
-        rates[count] = attention_flop(sequences, count) / _seconds(device, attend)
+        rates[count] = attention_flop(sequences, count) / _call_seconds(device, attend)
     return rates
 
 
-def _seconds(device: Device, call: Callable[[], object]) -> float:
+def _call_seconds(device: Device, call: Callable[[], object]) -> float:
     """Of one of several calls in flight; the first is not counted, for which Triton compiles."""
 
     def calls() -> None:
@@ -124,7 +124,7 @@ def _seconds(device: Device, call: Callable[[], object]) -> float:
             call()
         device.synchronize()
 
-    return best_seconds(calls, _SECONDS) / IN_FLIGHT
+    return best_seconds(calls, _DEVICE_SECONDS) / IN_FLIGHT
 
 
 def device_overheads(device: Device, gpu: Gpu) -> Overheads | None:

@@ -167,12 +167,9 @@ class ParkingMemory:
             piece = HostMemory(min(together, count - begin) * nbytes)
             self._pieces.append(piece)
             if device is not None:
-                self._pin(piece, device)
+                pinned = piece.pin(device)
+                if list(pinned.pieces(0, piece.nbytes)) == [(0, piece.nbytes)] and pinned.nbytes == piece.nbytes:
+                    self._pinned.append(pinned)
+                else:
+                    pinned.close()
             yield piece.bytes.view(-1, nbytes)
-
-    def _pin(self, piece: HostMemory, device: Device) -> None:
-        pinned = piece.pin(device)
-        if list(pinned.pieces(0, piece.nbytes)) == [(0, piece.nbytes)] and pinned.nbytes == piece.nbytes:
-            self._pinned.append(pinned)
-        else:
-            pinned.close()

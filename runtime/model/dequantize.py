@@ -56,7 +56,8 @@ class Codes:
         """Rows of the matrix in float32."""
         codes = self.rows(begin, end)
         values = codes.float() if self.levels is None else self.levels[codes.int()]
-        groups = self._groups(values)
+        # Values [n, K] as [n, groups, columns of a group], where all rows consist of whole runs of columns.
+        groups = values.view(len(values), -1, self.group[1]) if self._runs else values
         if isinstance(self.zero, Tensor):
             groups -= self._spread(self.zero, begin, end)
         elif self.zero:
@@ -64,17 +65,13 @@ class Codes:
         groups.mul_(self._spread(self.scale, begin, end))
         return values
 
-    def _groups(self, values: Tensor) -> Tensor:
-        """Values [n, K] as [n, groups, columns of a group], where all rows consist of whole runs of columns."""
-        return values.view(len(values), -1, self.group[1]) if self._runs else values
-
     @property
     def _runs(self) -> bool:
         columns = self.group[1]
         return self.scale.dim() > 1 and self.columns is None and columns > 1 and self.shape[1] % columns == 0
 
     def _spread(self, grid: Tensor, begin: int, end: int) -> Tensor:
-        """The number of each weight's group, of a shape that broadcasts to that of `_groups`."""
+        """The number of each weight's group, of a shape that broadcasts to that of groups."""
         num_columns, (rows, columns) = self.shape[1], self.group
         if grid.dim() == 1:
             index = torch.arange(begin * num_columns, end * num_columns) // columns
