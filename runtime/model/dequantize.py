@@ -24,8 +24,7 @@ from ...offload.errors import BadCheckpoint
 from ...quant.formats.format import ROWS, Layout, Plane, get_format
 from ...quant.matmul.thread_pool import torch_threads
 from ...quant.native.calls import dequantize_blocks
-from ...quant.planes import Planes, pack_nibbles
-from ...quant.tensor import SAFETENSORS_DTYPES, dtype_name, torch_dtype
+from ...quant.tensor import SAFETENSORS_DTYPES, Planes, dtype_name, pack_nibbles, torch_dtype
 from ..shape.gguf import FLOATS, GgufWeight
 from ..shape.quantization import WHOLE
 from ..shape.quantized import QuantizedWeight
