@@ -10,7 +10,7 @@ import sys
 import threading
 from typing import Any
 
-from ...runtime.api.face import errors
+from ...face import errors
 
 LOCAL, AUTO = "local", "auto"
 # Until somebody at an address accepts a connection, and until a cluster has answered.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from uuid import uuid4
 
-from ...runtime.api.face import (
+from ...face import (
     Counts,
     ErrorCode,
     Fallback,

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...runtime.api.face import (
+from ...face import (
     SCHEMA,
     Driver,
     Machine,
@@ -114,7 +114,7 @@ def _machine(stores: Path) -> list[Finding]:
 
 def _try_kernels(gpu: bool, say: Callable[[str], None]) -> list[Finding]:
     say("trying kernels")
-    from ...runtime.api.face import find_device
+    from ...face import find_device
     from .kernels import check_bitsandbytes, check_formats, check_gpu, check_kernels, check_native
 
     found = [check_bitsandbytes("cpu"), check_native(), check_formats()]

@@ -7,20 +7,7 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ...runtime.api.face import (
-    GIB,
-    Disk,
-    FlopRates,
-    GpuState,
-    Link,
-    Machine,
-    PcieLink,
-    PinLimit,
-    RunRecord,
-    counted,
-    duration,
-    gib,
-)
+from ...face import GIB, Disk, FlopRates, GpuState, Link, Machine, PcieLink, PinLimit, RunRecord, counted, duration, gib
 from .finding import Finding, ok, warn
 
 _GB = 1e9

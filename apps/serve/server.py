@@ -16,7 +16,7 @@ from typing import Any
 import uvicorn
 from platformdirs import user_state_path
 
-from ...runtime.api.face import JobFolder, JobLock, errors
+from ...face import JobFolder, JobLock, errors
 from .app import Service, make_app
 from .batches import BatchQueue, BatchSettings
 from .engine_thread import EngineThread
