@@ -10,9 +10,7 @@ from typing import Any
 
 from ...face import (
     SCHEMA,
-    Driver,
     Machine,
-    TorchBuild,
     disk_of,
     find_driver,
     find_gpu_states,
@@ -75,7 +73,11 @@ def examine(stores: Path, quick: bool = False, say: Callable[[str], None] = lamb
     # Before this process takes memory of the GPU itself.
     states = find_gpu_states() if driver else ()
     gpus = len(states)
-    findings = [*_installation(torch, driver, gpus), *_machine(stores)]
+    findings = [
+        check_packages(),
+        check_torch(torch, driver, gpus, undriven=driver is None and shows_gpu()),
+        *_machine(stores),
+    ]
     if quick:
         machine = saved_profile(stores)
     else:
@@ -93,10 +95,6 @@ def examine(stores: Path, quick: bool = False, say: Callable[[str], None] = lamb
         findings += speed_findings(machine, machine.torch if torch is None else torch.version)
     findings += prediction_findings(last_runs())
     return Examination(tuple(findings), machine, stores)
-
-
-def _installation(torch: TorchBuild | None, driver: Driver | None, gpus: int) -> list[Finding]:
-    return [check_packages(), check_torch(torch, driver, gpus, undriven=driver is None and shows_gpu())]
 
 
 def _machine(stores: Path) -> list[Finding]:
