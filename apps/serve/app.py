@@ -14,7 +14,7 @@ from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Res
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from ...runtime.api.face import Endpoint, InvalidRow, LoadedModel, is_exhausted, parse_object
+from ...face import Endpoint, InvalidRow, LoadedModel, is_exhausted, parse_object
 from .batches import BatchQueue
 from .engine_thread import EngineThread
 from .errors import ApiError, not_found, of_failure, refused

@@ -16,7 +16,7 @@ from typing import Any
 import uvicorn
 from platformdirs import user_state_path
 
-from ...runtime.api.face import JobFolder, JobLock, errors
+from ...face import JobFolder, JobLock, errors
 from .app import Service, make_app
 from .batches import BatchQueue, BatchSettings
 from .engine_thread import EngineThread
@@ -85,7 +85,8 @@ class RunningServer:
     """A server whose model is loaded: `run` answers until `stop` or a signal."""
 
     def __init__(self, server: _Server, listener: socket.socket) -> None:
-        self.url = _url(listener)
+        host, port = listener.getsockname()[:2]
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
         self._server = server
         self._listener = listener
 
@@ -150,11 +151,6 @@ def _most_connections(limits: Limits) -> int:
         most = _WANTED_FILES if hard == resource.RLIM_INFINITY else max(most, min(hard, _WANTED_FILES))
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     return min(limits.connections, most // 2)
-
-
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
 
 def _config(settings: ServerSettings, service: Service) -> uvicorn.Config:

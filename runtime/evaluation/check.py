@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ...quant.matmul.selftest import ANY_KERNEL
 from ...quant.tensor import TORCH_DTYPES
-from ..api.model import OpenModel
 from ..engine import sequence
-from ..engine.sequence import Batch
+from ..engine.batch import Batch
+from ..jobs.lifecycle import OpenModel
 from ..loading.prepare import precision
 from ..model.experts_seam import PackedExperts
 from ..model.fused.layer import FusedLayer
