@@ -67,10 +67,10 @@ if TYPE_CHECKING:
         same_everywhere,
     )
     from .runtime.loading.engine_loader import LoadedModel
-    from .runtime.loading.kernels_here import bitsandbytes_speed, cpu_kernels, gpu_kernels, product_error
+    from .runtime.loading.selftest import bitsandbytes_speed, cpu_kernels, gpu_kernels, product_error
     from .runtime.plan.fallback import Fallback, FallbackPolicy
-    from .runtime.plan.history import RunRecord, last_runs
     from .runtime.plan.memory_ledger import TierLedger
+    from .runtime.plan.plan_file import RunRecord, last_runs
     from .runtime.plan.planner import PlanResult, reads_integers
     from .runtime.rows.answer_formats import with_own
     from .runtime.rows.columns import Template, read_schema, text_or_file

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...quant.matmul.selftest import ANY_KERNEL
 from ...quant.tensor import TORCH_DTYPES
 from ..engine import sequence
-from ..engine.batch import Batch
+from ..engine.sequence import Batch
 from ..jobs.lifecycle import OpenModel
 from ..loading.prepare import precision
 from ..model.experts_seam import PackedExperts
