@@ -1,4 +1,5 @@
-"""Dequantizes blocks of GGUF's types by the library of CPU kernels, to the floats of the gguf package, to the bit."""
+"""Dequantizes blocks of GGUF's types by the library of CPU kernels, to the floats of the gguf package, to the bit, and
+bytes by a table."""
 
 from __future__ import annotations
 
@@ -23,7 +24,18 @@ def dequantize_blocks(blocks: Tensor, kind: str, weights: int) -> Tensor | None:
     if kind.lower() not in _TYPES or not available():
         return None
     out = torch.empty(len(blocks), weights)
-    _function()(byref(NativeBlocks(blocks.data_ptr(), out.data_ptr(), len(blocks), _TYPES[kind.lower()])))
+    _function()(byref(NativeBlocks(blocks.data_ptr(), out.data_ptr(), len(blocks), _TYPES[kind.lower()], None)))
+    return out
+
+
+def look_up(codes: Tensor, numbers: Tensor) -> Tensor:
+    """`numbers[codes]`, float32, of uint8 codes of any shape; there are at most 256 numbers."""
+    if not available():
+        return numbers[codes.int()]
+    codes, table, out = codes.contiguous(), torch.zeros(256), torch.empty(codes.shape)
+    table[: len(numbers)] = numbers
+    given = NativeBlocks(codes.data_ptr(), out.data_ptr(), codes.numel(), _TYPES["byte"], table.data_ptr())
+    _function()(byref(given))
     return out
 
 

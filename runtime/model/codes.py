@@ -8,12 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...quant.native.blocks import look_up
 from ..shape.quantization import WHOLE
 
 # OCP Microscaling Formats (MX) Specification 1.0, section 5.3.3.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 # How far exponents of e8m0 are shifted.
 BIAS = 127
+# What bytes of e4m3 mean; torch converts them one by one.
+_E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +37,10 @@ class Codes:
 
     def widen(self, begin: int, end: int) -> Tensor:
         """Rows of the matrix in float32."""
-        codes = self.rows(begin, end)
-        values = codes.float() if self.levels is None else self.levels[codes.int()]
+        codes, levels = self.rows(begin, end), self.levels
+        if codes.dtype == torch.float8_e4m3fn:
+            codes, levels = codes.view(torch.uint8), _E4M3
+        values = codes.float() if levels is None else look_up(codes, levels)
         groups = self._groups(values)
         if isinstance(self.zero, Tensor):
             groups -= self._spread(self.zero, begin, end)

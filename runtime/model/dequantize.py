@@ -82,11 +82,15 @@ def read_codes(checkpoint: Checkpoint, weight: QuantizedWeight, expert: int | No
     rows, columns = weight.entry.shape[:-3:-1] if weight.turned else weight.entry.shape[-2:]
     scale = _scales(parts, weight, (rows, columns))
     order = parts.get("order")
-    if order is not None and not 0 <= int(order.min()) <= int(order.max()) < scale.shape[1]:
-        raise BadCheckpoint(
-            f"{described(weight.tensors['order'])} has {int(order.min())} to {int(order.max())}, wanted groups from 0 "
-            f"to {scale.shape[1] - 1}"
-        )
+    if order is not None:
+        if not 0 <= int(order.min()) <= int(order.max()) < scale.shape[1]:
+            raise BadCheckpoint(
+                f"{described(weight.tensors['order'])} has {int(order.min())} to {int(order.max())}, wanted groups "
+                f"from 0 to {scale.shape[1] - 1}"
+            )
+        if torch.equal(order, torch.arange(columns) // (weight.group[1] or columns)):
+            # Runs of columns, as most files say that have an order at all.
+            order = None
     return Codes(
         (rows, columns),
         _PACKINGS[weight.packing](parts["codes"], weight.bits, columns),
@@ -193,7 +197,7 @@ def _awq(codes: Tensor, bits: int, num_columns: int) -> _Rows:
 
 def _low_nibbles(codes: Tensor, bits: int, num_columns: int) -> _Rows:
     rows = codes.reshape(-1, num_columns // 2)
-    return lambda begin, end: torch.stack((rows[begin:end] & 15, rows[begin:end] >> 4), -1).flatten(1)
+    return lambda begin, end: _nibbles(rows[begin:end].view(torch.uint8))
 
 
 def _high_nibbles(codes: Tensor, bits: int, num_columns: int) -> _Rows:
@@ -225,10 +229,16 @@ def _unpacked(words: Tensor, bits: int, count: int) -> Tensor:
     if bits == 8:
         return data[:, :count]
     if bits == 4:
-        return torch.stack((data & 15, data >> 4), -1).flatten(1)[:, :count]
+        return _nibbles(data)[:, :count]
     stream = np.unpackbits(data.numpy(), axis=1, bitorder="little")[:, : count * bits]
     codes = np.packbits(stream.reshape(len(stream), count, bits), axis=2, bitorder="little")
     return torch.from_numpy(codes.reshape(len(stream), count))
+
+
+def _nibbles(data: Tensor) -> Tensor:
+    """The codes [n, 2 * B] of uint8 [n, B], the lower half of each byte first: both at once, as a number of 16 bits."""
+    wide = data.to(torch.int16)
+    return (wide | wide << 4).bitwise_and_(0x0F0F).view(torch.uint8)
 
 
 def _in_awq_order(codes: Tensor) -> Tensor:

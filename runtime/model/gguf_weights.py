@@ -43,8 +43,6 @@ def gguf_codes(checkpoint: Checkpoint, weight: GgufWeight, expert: int | None = 
 
 def gguf_rows(checkpoint: Checkpoint, weight: GgufWeight, expert: int | None = None) -> Callable[[int, int], Tensor]:
     """Gives rows `begin` to `end` of a matrix, or of one expert's of a stack, in float32."""
-    if weight.numbers == "MXFP4":
-        return gguf_codes(checkpoint, weight, expert).widen
     return _widened(_matrices(checkpoint, weight, expert), [checkpoint.entries[name].dtype for name in weight.sources])
 
 
