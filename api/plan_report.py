@@ -148,6 +148,7 @@ LETTERS = {
     "kept for the next pass": "*",
     "buffers of fused layers": "%",
     "loading": "!",
+    "tokenizing a prompt": "t",
     "KV cache": "#",
     "states of recurrent layers": "$",
     "parked blocks": "^",

@@ -16,8 +16,9 @@ from typing import Any
 import uvicorn
 from platformdirs import user_state_path
 
-from ...face import JobFolder, JobLock, errors
-from .app import Service, make_app
+from ...quant.matmul.selftest import errors
+from ...runtime.jobs.folder import JobFolder, JobLock
+from .app import Service, Turns, make_app
 from .batches import BatchQueue, BatchSettings
 from .engine_thread import EngineThread
 from .files import FileStore
@@ -120,7 +121,8 @@ def open_server(settings: ServerSettings) -> Iterator[RunningServer]:
         engine.start()
         loaded = engine.ready.result()
         reader = RequestReader(loaded, settings.model, settings.max_tokens, settings.seed)
-        service = Service(settings.model, int(time.time()), loaded, engine, reader, files, batches, limits)
+        turns = Turns(limits.waiting_nbytes)
+        service = Service(settings.model, int(time.time()), loaded, engine, reader, files, batches, limits, turns)
         server = _Server(_config(settings, service), engine)
         running = RunningServer(server, listener)
 
