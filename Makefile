@@ -89,7 +89,7 @@ tables: $(STAMP)
 links:
 	@mkdir -p .links/moedge
 	@for floor in quant offload moe runtime apps cli; do ln -sfn ../../$$floor .links/moedge/$$floor; done
-	@for file in __init__.py __main__.py ray.py; do ln -sfn ../../api/$$file .links/moedge/$$file; done
+	@for file in api/*.py; do ln -sfn ../../$$file .links/moedge/; done
 	@ln -sfn ../bench .links/bench
 	@for package in support matrix; do ln -sfn ../tests/$$package .links/$$package; done
 

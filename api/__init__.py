@@ -21,12 +21,11 @@ if TYPE_CHECKING:
     from .apps.documents.iterate import iter_documents
     from .apps.documents.run import run_documents
     from .apps.documents.splitting import Chunk, split
+    from .batch import run_batch
+    from .completion import CompletionOutput, Logprob, RequestOutput, SamplingParams
+    from .llm import LLM
     from .offload.errors import MoedgeError
-    from .runtime.api.batch import run_batch
-    from .runtime.api.llm import LLM
-    from .runtime.api.outputs import CompletionOutput, Logprob, RequestOutput
-    from .runtime.api.plan_report import PlanReport, plan
-    from .runtime.api.sampling_params import SamplingParams
+    from .plan_report import PlanReport, plan
     from .runtime.evaluation.check import CheckReport, check
 
     __version__: str
@@ -34,20 +33,20 @@ if TYPE_CHECKING:
 _MODULES = {
     "CheckReport": ".runtime.evaluation.check",
     "Chunk": ".apps.documents.splitting",
-    "CompletionOutput": ".runtime.api.outputs",
+    "CompletionOutput": ".completion",
     "Document": ".apps.documents.document",
-    "LLM": ".runtime.api.llm",
-    "Logprob": ".runtime.api.outputs",
+    "LLM": ".llm",
+    "Logprob": ".completion",
     "MoedgeLM": ".apps.evaluation.harness",
     "MoedgeError": ".offload.errors",
-    "PlanReport": ".runtime.api.plan_report",
-    "RequestOutput": ".runtime.api.outputs",
-    "SamplingParams": ".runtime.api.sampling_params",
+    "PlanReport": ".plan_report",
+    "RequestOutput": ".completion",
+    "SamplingParams": ".completion",
     "UnreadDocument": ".apps.documents.document",
     "check": ".runtime.evaluation.check",
     "iter_documents": ".apps.documents.iterate",
-    "plan": ".runtime.api.plan_report",
-    "run_batch": ".runtime.api.batch",
+    "plan": ".plan_report",
+    "run_batch": ".batch",
     "run_documents": ".apps.documents.run",
     "split": ".apps.documents.splitting",
 }
@@ -79,6 +78,10 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         value: Any = version("moedge")
     elif name in _MODULES:
+        from .runtime.settings.process import settle
+
+        # Before torch is loaded, as the command line does: its threads and allocators read the environment once.
+        settle()
         try:
             value = getattr(import_module(_MODULES[name], __name__), name)
         except ModuleNotFoundError as error:

@@ -8,7 +8,8 @@
                                                          llama-quantize and llama-perplexity
 
 The model is SmolLM2-135M-Instruct (bench.real_model), as it comes, in Q4_1, and rotated off that grid (bench.rotate):
-`--model original` or `--model rotated` takes one of them.
+`--model original` or `--model rotated` takes one of them. `--mixture DIR` takes what bench.make_real_mixture wrote,
+instead.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ from support.real.cases import Case
 from support.real.definition import Stock
 from support.real.measure import Found, measure, perplexity
 from support.real.tables import loss
-from support.real.text import QUESTIONS, WINDOW, WINDOWS, prose, same_answers
+from support.real.text import FEW, WINDOW, WINDOWS, prose, same_answers
 
 MODELS: Mapping[str, tuple[str, Callable[[], Path]]] = {
     "original": (smollm2.TITLE, smollm2.smollm2),
     "rotated": (rotation.TITLE, rotation.rotated),
 }
+CUT = "SmolLM2-135M-Instruct, cut into 24 experts a layer, 16 a token (no trained mixture)"
 # What llama-quantize makes. Rows of 576 have no whole blocks of 256, where it takes Q5_0 and Q8_0 for K-quants.
 KINDS = ("Q8_0", "Q4_K_M", "Q4_0")
 PERPLEXITY = re.compile(r"Final estimate: PPL = ([\d.]+)")
@@ -67,6 +69,19 @@ def print_weights(model: Path, options: argparse.Namespace) -> None:
 
     for each in tables.weights(run(model, list(cases.weights_and_compute()), options), defined):
         print(each, flush=True)
+
+
+def print_mixture(model: Path, options: argparse.Namespace) -> None:
+    """Beside transformers in float32: its experts are no linear layers, in which `print_weights` puts what a format
+    means."""
+    exact = Stock(model).define("none", "float", "fp32", "fp32").ask(options.windows, 0)
+    head("weights", "compute", "perplexity", "against float32", "answers as with none")
+    line("transformers, fp32", "", f"{exact.perplexity:.4f}", "", "")
+    native: Found | None = None
+    for case, found in run(model, list(cases.weights_and_compute()), options):
+        native = native or found
+        same = f"{same_answers(found.answers, native.answers)}/{options.questions}"
+        line(case.quant, case.compute, f"{found.perplexity:.4f}", loss(found.perplexity, exact.perplexity), same)
 
 
 def print_kv(model: Path, options: argparse.Namespace) -> None:
@@ -160,16 +175,19 @@ def main() -> None:
     parser.add_argument("table", choices=TABLES)
     parser.add_argument("--model", choices=MODELS, action="append", help="both, if none is named")
     parser.add_argument("--windows", type=int, default=WINDOWS, help=f"of {WINDOW} tokens")
-    parser.add_argument("--questions", type=int, default=len(QUESTIONS))
+    parser.add_argument("--questions", type=int, default=FEW, help="at most 160")
     parser.add_argument("--rows", type=int, default=200, help="JSON answers")
     parser.add_argument("--llama-bin", type=Path, help="where llama-quantize and llama-perplexity lie")
+    parser.add_argument("--mixture", type=Path, help="a folder that bench.make_real_mixture wrote")
     options = parser.parse_args()
     if options.table == "llama" and options.llama_bin is None:
         parser.error("llama takes --llama-bin")
-    for name in options.model or MODELS:
-        title, path = MODELS[name]
+    models = MODELS if options.mixture is None else {"mixture": (CUT, lambda: options.mixture)}
+    table = print_mixture if options.mixture and options.table == "weights" else TABLES[options.table]
+    for name in options.model or models:
+        title, path = models[name]
         print(f"\n{title}; {options.windows} windows of {WINDOW} tokens\n", flush=True)
-        TABLES[options.table](path(), options)
+        table(path(), options)
 
 
 if __name__ == "__main__":

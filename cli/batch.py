@@ -67,7 +67,7 @@ def batch(model: options.MODEL, input_file: INPUT, **given: Unpack[BatchCommand]
     An OUTPUT that ends in .csv or .parquet is a table of all rows. The folder with .job keeps finished rows.
     """
     options.say_device(given["gpu_mem"], given["output_format"] == "human" and not given["quiet"])
-    from ..runtime.api.batch import request_of
+    from ..runtime.jobs.request import request_of
     from ..runtime.settings.errors import OutputRefused
 
     to_stdout = os.fspath(given["output"]) == "-"

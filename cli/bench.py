@@ -69,7 +69,7 @@ def bench(model: options.MODEL, sequences: SEQUENCES = "1,8,32", **given: Unpack
 def _measure(model: str, sequences: str, given: BenchCommand) -> dict[str, Any]:
     from rich.console import Console
 
-    from ..runtime.api.options import budgets_of, experts_of, settings_of
+    from ..runtime.jobs.request import budgets_of, experts_of, settings_of
     from ..runtime.settings.stages import stage, watching
     from ..runtime.source.model_source import open_source
     from .views.progress import stages_on

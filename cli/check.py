@@ -62,7 +62,7 @@ def check(model: options.MODEL, **given: Unpack[CheckCommand]) -> None:
 def _check(model: str, given: CheckCommand) -> CheckReport:
     from rich.console import Console
 
-    from ..runtime.api.options import budgets_of
+    from ..runtime.jobs.request import budgets_of
     from ..runtime.settings.stages import stage, watching
     from ..runtime.source.model_source import open_source
     from .views.progress import stages_on

@@ -93,9 +93,8 @@ class ResumeCommand(BudgetOptions, ClusterOptions, StoppingOptions, ViewOptions,
 def resume(job: JOB, **given: Unpack[ResumeCommand]) -> None:
     """Resume a job with its original settings, under the budgets given here, on this machine or on a cluster."""
     options.say_device(given["gpu_mem"], given["output_format"] == "human" and not given["quiet"])
-    from ..runtime.api.options import budgets_of, limits_of
     from ..runtime.jobs.journal.state import read_state
-    from ..runtime.jobs.request import ResumeOptions, cluster_request, resumed
+    from ..runtime.jobs.request import ResumeOptions, budgets_of, cluster_request, limits_of, resumed
 
     if given["cut"] != (given["max_tokens"] is not None):
         raise typer.BadParameter("--cut and --max-tokens go together: --cut --max-tokens 1024")

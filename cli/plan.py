@@ -17,7 +17,7 @@ from ..runtime.settings.options import PlanOptions
 from .options import options
 
 if TYPE_CHECKING:
-    from ..runtime.api.plan_report import PlanReport
+    from ..plan_report import PlanReport
 
 INPUT = Annotated[
     Path | None, typer.Argument(metavar="INPUT", help="Rows to plan for, in the format of `moedge batch`.")
@@ -63,7 +63,7 @@ def _watched(model: str, rows: Path | None, given: PlanCommand) -> PlanReport:
     """
     from rich.console import Console
 
-    from ..runtime.api.plan_report import make_report
+    from ..plan_report import make_report
     from ..runtime.settings.stages import stage, watching
     from .views.progress import stages_on
 

@@ -48,7 +48,7 @@ def prepare(model: options.MODEL, **given: Unpack[PrepareCommand]) -> None:
     """
     from rich.console import Console
 
-    from ..runtime.api.options import budgets_of
+    from ..runtime.jobs.request import budgets_of
     from ..runtime.settings.stages import watching
     from .options.signals import Stopped, StopSignals
     from .views.progress import say, stages_on

@@ -49,7 +49,7 @@ def _print_answer(model: str, prompt: str, given: RunCommand, variables: Mapping
     options.say_device(given["gpu_mem"])
     from rich.console import Console
 
-    from ..runtime.api.options import budgets_of, settings_of
+    from ..runtime.jobs.request import budgets_of, settings_of
     from ..runtime.settings.formatting import escape_controls
     from ..runtime.settings.stages import stage, watching
     from ..runtime.source.model_source import open_source
@@ -60,7 +60,7 @@ def _print_answer(model: str, prompt: str, given: RunCommand, variables: Mapping
             # A model that is refused is refused before torch is imported.
             pass
         with stage("importing torch"):
-            from ..runtime.api.single_prompt import PromptOptions, answer
+            from ..generation import PromptOptions, answer
         asked = PromptOptions(
             max_tokens=given["max_tokens"],
             temperature=given["temperature"],

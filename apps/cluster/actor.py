@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from ... import MoedgeError
-from ...runtime.api.face import JobFolder, memory_kills, settle
+from ...face import JobFolder, memory_kills, settle
 
 if TYPE_CHECKING:
-    from ...runtime.api.face import Worker, WorkerInfo
+    from ...face import Worker, WorkerInfo
 
 
 def _read_only(values: dict[Any, Any]) -> MappingProxyType[Any, Any]:
@@ -51,7 +51,7 @@ class WorkerActor:
 
     def call(self, method: str, *arguments: Any) -> Any:
         """What a method of the worker returns, or Refused; any other error is one of the process."""
-        from ...runtime.api.face import Worker
+        from ...face import Worker
 
         try:
             if self._worker is None:

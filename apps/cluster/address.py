@@ -10,7 +10,7 @@ import sys
 import threading
 from typing import Any
 
-from ...runtime.api.face import errors
+from ...face import errors
 
 LOCAL, AUTO = "local", "auto"
 # Until somebody at an address accepts a connection, and until a cluster has answered.
@@ -97,11 +97,7 @@ def connect(ray: Any, address: str) -> bool:
     if main and on_terminate is not None:
         # Ray exits at once; a job stops after its pass.
         signal.signal(signal.SIGTERM, on_terminate)
-    _keep_off_stdout(ray)
-    return True
-
-
-def _keep_off_stdout(ray: Any) -> None:
-    """Ray prints what it thinks of dead workers to standard output, where answers go; its logs have it, too."""
+    # Ray prints what it thinks of dead workers to standard output, where answers go; its logs have it, too.
     if hasattr(ray._private.worker, "print_to_stdstream"):
         ray._private.worker.print_to_stdstream = lambda *_, **__: None
+    return True

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...runtime.api.face import errors
+from ...face import errors
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,7 +43,7 @@ class BatchModel:
         options: Mapping[str, Any] | None = None,
     ) -> None:
         """`sampling` are fields of SamplingParams, `options` those of LLM. Raises as LLM does."""
-        from ...runtime.api.face import settle
+        from ...face import settle
 
         settle()
         from ... import LLM, SamplingParams

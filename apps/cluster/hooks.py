@@ -5,11 +5,11 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from ...runtime.api.face import stage
+from ...face import stage
 from .address import refuse_unreachable
 
 if TYPE_CHECKING:
-    from ...runtime.api.face import Measured
+    from ...face import Measured
     from .job import Cluster
 
 __all__ = ["open_cluster", "refuse_unreachable"]

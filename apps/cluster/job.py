@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from uuid import uuid4
 
-from ...runtime.api.face import (
+from ...face import (
     Counts,
     ErrorCode,
     Fallback,
@@ -106,7 +106,9 @@ class Cluster:
         """The job begins, as `Measured.plan` begins one here. Raises ClusterFailed, JobMismatch."""
         checked, workload = measured.checked, measured.size.shape()
         if self.chosen is None or workload.longest > (self.longest or 0):
-            self._forget_plan()
+            self.chosen, self._loading = None, False
+            for slot in self.workers.slots:
+                slot.loaded = None
             request = checked.request
             settings, share = checked.claim.settings, self.workers.size.share
             self._order = LoadOrder(settings, request.budgets, workload, request.experts, share)
@@ -211,11 +213,6 @@ class Cluster:
             self._planner = None
         if self.job is not None:
             self.job.release(slot, crashed)
-
-    def _forget_plan(self) -> None:
-        self.chosen, self._loading = None, False
-        for slot in self.workers.slots:
-            slot.loaded = None
 
     def _facts(self, measured: Measured) -> Mapping[str, object]:
         return same_everywhere(measured.checked.claim.facts)

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ...runtime.api.face import Suspicion
+from ...face import Suspicion
 
 # A row that is computed twice at the end of a job, so that nobody waits for the slowest worker, has this many holders.
 _MOST_HOLDERS = 2

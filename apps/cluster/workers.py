@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from ...runtime.api.face import LoadReport, WorkerInfo, counted, stage
+from ...face import LoadReport, WorkerInfo, counted, stage
 from .actor import Refused, WorkerActor, post_mortem
 from .address import LOCAL, connect, import_ray
 

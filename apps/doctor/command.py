@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Unpack
 import typer
 
 from ...cli.face import command, say_device
-from ...runtime.api.face import ExitCode, counted, option, options
+from ...face import ExitCode, counted, option, options
 
 if TYPE_CHECKING:
     from .examination import Examination
@@ -44,7 +44,7 @@ def doctor(**given: Unpack[DoctorCommand]) -> None:
     say_device()
     from rich.console import Console
 
-    from ...runtime.api.face import default_root
+    from ...face import default_root
     from .examination import examine
     from .finding import Verdict
 

@@ -8,11 +8,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...runtime.api.face import (
+from ...face import (
     SCHEMA,
-    Driver,
     Machine,
-    TorchBuild,
     disk_of,
     find_driver,
     find_gpu_states,
@@ -75,7 +73,11 @@ def examine(stores: Path, quick: bool = False, say: Callable[[str], None] = lamb
     # Before this process takes memory of the GPU itself.
     states = find_gpu_states() if driver else ()
     gpus = len(states)
-    findings = [*_installation(torch, driver, gpus), *_machine(stores)]
+    findings = [
+        check_packages(),
+        check_torch(torch, driver, gpus, undriven=driver is None and shows_gpu()),
+        *_machine(stores),
+    ]
     if quick:
         machine = saved_profile(stores)
     else:
@@ -95,10 +97,6 @@ def examine(stores: Path, quick: bool = False, say: Callable[[str], None] = lamb
     return Examination(tuple(findings), machine, stores)
 
 
-def _installation(torch: TorchBuild | None, driver: Driver | None, gpus: int) -> list[Finding]:
-    return [check_packages(), check_torch(torch, driver, gpus, undriven=driver is None and shows_gpu())]
-
-
 def _machine(stores: Path) -> list[Finding]:
     from huggingface_hub import constants
 
@@ -114,7 +112,7 @@ def _machine(stores: Path) -> list[Finding]:
 
 def _try_kernels(gpu: bool, say: Callable[[str], None]) -> list[Finding]:
     say("trying kernels")
-    from ...runtime.api.face import find_device
+    from ...face import find_device
     from .kernels import check_bitsandbytes, check_formats, check_gpu, check_kernels, check_native
 
     found = [check_bitsandbytes("cpu"), check_native(), check_formats()]

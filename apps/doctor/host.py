@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from ...runtime.api.face import (
+from ...face import (
     GIB,
     MemoryGroup,
     auto_host,

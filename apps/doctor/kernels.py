@@ -8,7 +8,7 @@ from importlib.resources import as_file, files
 import torch
 
 from ... import check
-from ...runtime.api.face import (
+from ...face import (
     QUANT_FORMATS,
     Device,
     bitsandbytes_speed,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import TYPE_CHECKING
 
-from ...runtime.api.face import Driver, TorchBuild, dotted, unusable_torch
+from ...face import Driver, TorchBuild, dotted, unusable_torch
 from .finding import Finding, fail, ok, warn
 
 if TYPE_CHECKING:

@@ -7,20 +7,7 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ...runtime.api.face import (
-    GIB,
-    Disk,
-    FlopRates,
-    GpuState,
-    Link,
-    Machine,
-    PcieLink,
-    PinLimit,
-    RunRecord,
-    counted,
-    duration,
-    gib,
-)
+from ...face import GIB, Disk, FlopRates, GpuState, Link, Machine, PcieLink, PinLimit, RunRecord, counted, duration, gib
 from .finding import Finding, ok, warn
 
 _GB = 1e9
@@ -42,7 +29,12 @@ def speed_findings(machine: Machine, torch: str) -> list[Finding]:
         found += [check_link(machine.link), check_pin_limit(machine.pin)]
     if machine.device_memory_bytes_s is not None:
         found.append(ok("GPU memory", f"{_rate(machine.device_memory_bytes_s)}"))
-    found += [ok(f"{unit} rates", _rates(_products(rates))) for unit, rates in _flop_rates(machine) if rates]
+    # Those of single products, which people compare; the others are for predictions.
+    found += [
+        ok(f"{unit} rates", _rates({name: each for name, each in rates.items() if " " not in name}))
+        for unit, rates in _flop_rates(machine)
+        if rates
+    ]
     return [*found, check_age(machine, torch)]
 
 
@@ -144,11 +136,6 @@ def not_measured() -> Finding:
 
 def _flop_rates(machine: Machine) -> tuple[tuple[str, FlopRates], ...]:
     return (("CPU", machine.flop_s), ("GPU", machine.device_flop_s))
-
-
-def _products(rates: FlopRates) -> FlopRates:
-    """Those of single products, which people compare; the others are for predictions."""
-    return {name: each for name, each in rates.items() if " " not in name}
 
 
 def _rates(rates: FlopRates) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Unpack
 import typer
 
 from ...cli.face import MODEL, ViewOptions, command, say, say_device
-from ...runtime.api.face import ExitCode, option, options
+from ...face import ExitCode, option, options
 
 if TYPE_CHECKING:
     from .question import Question
@@ -55,7 +55,7 @@ def _answer(model: str, folder: Path, given: DocsCommand) -> ExitCode:
     sample = given["sample"]
     shown = given["output_format"] == "human" and not given["quiet"] and not given["print_prompt"]
     say_device(given["gpu_mem"], shown)
-    from ...runtime.api.face import lacking
+    from ...face import lacking
     from .run import documents_request
     from .view import DocumentsView
 

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import overload
 
-from ...runtime.api.face import errors
+from ...face import errors
 
 
 class Skipped(StrEnum):

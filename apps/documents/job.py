@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any, Self
 
-from ...runtime.api.face import (
+from ...face import (
     AtomicFile,
     InvalidRow,
     OutputPaths,
@@ -42,7 +42,7 @@ from .text_cache import TextCache
 
 if TYPE_CHECKING:
     # It knows plans, which what is refused at once needs not.
-    from ...runtime.api.face import RunSummary
+    from ...face import RunSummary
 
 MAX_CHUNK_TOKENS = 32_768
 # Tokens that may appear where a text meets the prompt around it.

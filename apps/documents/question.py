@@ -9,7 +9,7 @@ from enum import StrEnum
 from hashlib import sha256
 from typing import Any, cast
 
-from ...runtime.api.face import Template, errors, text_or_file
+from ...face import Template, errors, text_or_file
 from .document import Document
 from .schemas import find_schema, without_own
 from .splitting import Chunk

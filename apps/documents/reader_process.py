@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, BinaryIO
 
-from ...runtime.api.face import Child, errors, pack, unpack
+from ...face import Child, errors, pack, unpack
 from .readers.content import WAITING, Content, ReadCode, ReadFailure
 
 # Files that one process reads: whatever a parser leaks goes with the process.

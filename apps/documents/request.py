@@ -9,7 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from ...runtime.api.face import BatchRequest, JobFolder, OutputPaths, errors, write_atomically
+from ...face import BatchRequest, JobFolder, OutputPaths, errors, write_atomically
 from .question import Question
 from .reader_process import ReadOptions
 

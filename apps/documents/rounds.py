@@ -19,7 +19,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from ...runtime.api.face import AtomicFile, OutputPaths
+from ...face import AtomicFile, OutputPaths
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from ...runtime.api.face import (
+from ...face import (
     BatchProgress,
     BatchRequest,
     Ended,
@@ -33,9 +33,7 @@ from ...runtime.api.face import (
     stage,
     write_atomically,
 )
-from ...runtime.api.face import (
-    options as kinds,
-)
+from ...face import options as kinds
 from .job import DocumentJob, FolderReport, Listed, Tokens, WholeFolder
 from .question import Long, Question, make_question
 from .reader_process import ReadOptions
@@ -45,7 +43,7 @@ from .table import Totals
 
 if TYPE_CHECKING:
     # What is refused is refused before torch is imported.
-    from ...runtime.api.face import Tokenizer
+    from ...face import Tokenizer
 
 
 SCHEMA = "moedge.documents-run/2"
@@ -109,7 +107,7 @@ def run_documents_job(request: DocumentsRequest, observer: DocumentsObserver) ->
             # A job that has rounds may have all answers.
             series.refuse_too_small(source)
         with stage("reading the tokenizer"):
-            from ...runtime.api.face import Tokenizer
+            from ...face import Tokenizer
 
             tokenizer = resources.enter_context(Tokenizer.load(source.folder))
         job = DocumentJob(request, paths, _tokens(request, source, tokenizer), listed)
@@ -260,7 +258,7 @@ def run_documents(
     option.check(options, kinds.DocumentOptions)
     reset_host_peak()
     ended = run_documents_job(documents_request(model, folder, output, options), _Progress(progress))
-    from ...runtime.api.face import refuse_over_budget
+    from ...face import refuse_over_budget
 
     for each in ended.rounds:
         refuse_over_budget(each.over_budget, each.summary)

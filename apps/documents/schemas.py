@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ...runtime.api.face import SchemaError, compile_schema, errors, read_schema
+from ...face import SchemaError, compile_schema, errors, read_schema
 
 _MODEL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _NAME = re.compile(r"[A-Za-z_]\w*")

@@ -11,17 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from ...runtime.api.face import (
-    Counts,
-    JobFolder,
-    JobPhase,
-    JobStatus,
-    OutputPaths,
-    errors,
-    is_locked,
-    job_id_folders,
-    openai_batch,
-)
+from ...face import Counts, JobFolder, JobPhase, JobStatus, OutputPaths, errors, is_locked, job_id_folders, openai_batch
 from .request import ROUNDS, DocumentPaths, facts_digest
 from .rounds import Rounds
 

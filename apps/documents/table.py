@@ -12,7 +12,7 @@ from heapq import nsmallest
 from pathlib import Path
 from typing import Any
 
-from ...runtime.api.face import CONTINUE_CUT, ErrorCode, errors, own_name, with_own, write_atomically
+from ...face import CONTINUE_CUT, ErrorCode, errors, own_name, with_own, write_atomically
 from .document import Document
 from .merging import Failed, Merged, Merger
 from .question import Long, Question

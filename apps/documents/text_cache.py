@@ -12,7 +12,7 @@ from hashlib import blake2b
 from pathlib import Path, PurePath
 from typing import Any
 
-from ...runtime.api.face import own_name
+from ...face import own_name
 from .reader_process import ReadOptions
 from .readers.content import Content, ReadCode, ReadFailure
 

@@ -12,14 +12,14 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from ...cli.face import JobView, Stopped, prefix_cache, summary_table
-from ...runtime.api.face import Checked, ExitCode, clock, counted, duration, escape_controls, gib, watching
+from ...face import Checked, ExitCode, clock, counted, duration, escape_controls, gib, watching
 from .job import FolderReport
 from .request import DocumentsRequest
 from .run import DocumentsEnded, DocumentsObserver, run_documents_job
 from .table import may_change
 
 if TYPE_CHECKING:
-    from ...runtime.api.face import Running
+    from ...face import Running
 
 # Seconds between two lines while a folder is read.
 _EVERY_SECONDS = 10.0

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Unpack, cast
 import typer
 
 from ...cli.face import MODEL, command, say_device
-from ...runtime.api.face import option, options
+from ...face import option, options
 
 # The layout of what `--json` writes (docs/schemas).
 SCHEMA = "moedge.eval/1"
@@ -58,7 +58,7 @@ def evaluate(model: MODEL, include_path: INCLUDE = None, **given: Unpack[EvalCom
 
     Every request of a task runs in one batch, within the budgets. lm-eval downloads data that is not here.
     """
-    from ...runtime.api.face import errors
+    from ...face import errors
 
     if find_spec("lm_eval") is None:
         raise errors.MissingExtra("evaluation needs lm-eval", "eval")
@@ -70,7 +70,7 @@ def _evaluate(model: str, include_path: Path | None, given: EvalCommand) -> None
     from rich.console import Console
 
     from ...cli.face import stages_on
-    from ...runtime.api.face import open_source, stage, watching
+    from ...face import open_source, stage, watching
     from .task_names import refuse_unknown_tasks
 
     tasks = [each.strip() for each in given["tasks"].split(",") if each.strip()]

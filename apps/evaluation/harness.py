@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from ... import LLM, RequestOutput, SamplingParams
-from ...runtime.api.face import MAX_STOP, errors, options
+from ...face import MAX_STOP, errors, options
 from .task_names import unknown_tasks
 
 try:

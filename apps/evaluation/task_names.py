@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from ...runtime.api.face import errors
+from ...face import errors
 
 # What lm-eval takes for a pattern, or for a task's file.
 _MORE_THAN_A_NAME = frozenset("*?[]/")

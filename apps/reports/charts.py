@@ -8,7 +8,7 @@ from math import ceil, floor, log10
 
 from markupsafe import Markup, escape
 
-from ...runtime.api.face import short_duration
+from ...face import short_duration
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 720, 200, 64, 24, 12
 _RIGHT = 8

@@ -23,7 +23,7 @@ OUTPUT = Annotated[
 
 def report(job: JOB, output: OUTPUT = None) -> None:
     """Write a page about a job of `moedge batch` or `moedge docs`: charts, failures, settings. It loads nothing."""
-    from ...runtime.api.face import find_job, find_rounds, own_name, write_atomically
+    from ...face import find_job, find_rounds, own_name, write_atomically
     from .job_report import JobReport
     from .page import page
 

@@ -11,14 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
-from ...runtime.api.face import (
-    Counts,
-    JobFolder,
-    JobStatus,
-    LoggedRun,
-    OutputPaths,
-    RoundsJob,
-)
+from ...face import Counts, JobFolder, JobStatus, LoggedRun, OutputPaths, RoundsJob
 
 MOST_EXAMPLES = 3
 _SETTINGS = ("quant", "kv", "dtype", "attention", "compute", "deterministic", "temperature", "max_tokens", "seed")

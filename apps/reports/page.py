@@ -12,7 +12,7 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
-from ...runtime.api.face import GIB, duration, escape_controls, gib
+from ...face import GIB, duration, escape_controls, gib
 from .charts import LEVELS, Line, heat_map, over_time, parts_bar
 from .job_report import JobReport
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ...runtime.api.face import formats_line, gib
+from ...face import formats_line, gib
 from .charts import Line, by_count
 from .page import Figure, figures_page
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -14,7 +14,7 @@ from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Res
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from ...runtime.api.face import Endpoint, InvalidRow, LoadedModel, is_exhausted, parse_object
+from ...face import Endpoint, InvalidRow, LoadedModel, is_exhausted, parse_object
 from .batches import BatchQueue
 from .engine_thread import EngineThread
 from .errors import ApiError, not_found, of_failure, refused
@@ -29,6 +29,28 @@ _MOST_LISTED = 10_000
 _LOOK_SECONDS = 2.0
 
 
+class Turns:
+    """Bodies are read and tokenized one at a time; those that wait have at most `most_nbytes` in all."""
+
+    def __init__(self, most_nbytes: int) -> None:
+        self._most = most_nbytes
+        self._nbytes = 0
+        self._free = asyncio.Semaphore(1)
+
+    @asynccontextmanager
+    async def take(self, nbytes: int) -> AsyncIterator[None]:
+        """Raises ApiError where too much waits already; a body alone never does."""
+        if self._nbytes and self._nbytes + nbytes > self._most:
+            message = f"{self._nbytes:,} bytes of other requests wait to be tokenized; try again later"
+            raise ApiError(429, message, code="rate_limit_exceeded", retry_after=1)
+        self._nbytes += nbytes
+        try:
+            async with self._free:
+                yield
+        finally:
+            self._nbytes -= nbytes
+
+
 @dataclass(frozen=True, slots=True)
 class Service:
     """Everything that routes use; `model` is the name that clients see."""
@@ -41,7 +63,7 @@ class Service:
     files: FileStore
     batches: BatchQueue
     limits: Limits
-    reading: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
+    turns: Turns
 
 
 def make_app(service: Service) -> FastAPI:
@@ -217,7 +239,7 @@ async def _answer(request: Request, service: Service, endpoint: Endpoint) -> Res
         raise ApiError(429, message, code="rate_limit_exceeded", retry_after=1)
     body = await request.body()
     # One at a time, and in a thread of its own: the pool's threads are for what is short.
-    async with service.reading:
+    async with service.turns.take(len(body)):
         live = await run_in_threadpool(service.reader.open, body, endpoint)
     events = _Events(live)
     service.engine.submit(live)

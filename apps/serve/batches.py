@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import MoedgeError
-from ...runtime.api.face import (
+from ...face import (
     CANCELLED,
     WINDOW,
     BatchRequest,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Unpack
 
 from ...cli.face import MODEL, command, say, say_device
-from ...runtime.api.face import option, options
+from ...face import option, options
 
 _PACKAGES = ("fastapi", "uvicorn", "python_multipart")
 
@@ -47,7 +47,7 @@ def serve(model: MODEL, **given: Unpack[ServeCommand]) -> None:
     Code for the hosted API works with its `base_url` set to http://127.0.0.1:8000/v1. A batch is a job: it survives a
     kill of the server, which resumes it. Ctrl-C stops after the current pass.
     """
-    from ...runtime.api.face import errors
+    from ...face import errors
 
     if [name for name in _PACKAGES if find_spec(name) is None]:
         raise errors.MissingExtra("moedge serve needs FastAPI, uvicorn and python-multipart", "serve")
@@ -59,7 +59,7 @@ def _serve(model: str, given: ServeCommand) -> None:
     from rich.console import Console
 
     from ...cli.face import stages_on
-    from ...runtime.api.face import open_source, parse_size, stage, watching
+    from ...face import open_source, parse_size, stage, watching
     from .listener import refuse_taken
 
     with watching(stages_on(Console(stderr=True, highlight=False))):

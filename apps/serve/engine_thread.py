@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ...runtime.api.face import Engine, Heap, LoadedModel, Metrics, OpenModel, Planned, Running
+from ...face import Engine, Heap, LoadedModel, Metrics, OpenModel, Planned, Running
 from .errors import ApiError
 from .live import LiveRequest
 

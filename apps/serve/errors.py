@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...runtime.api.face import ErrorCode, RowFailure
+from ...face import ErrorCode, RowFailure
 
 _NOT_THE_CALLERS = (ErrorCode.NUMERICAL_ERROR, ErrorCode.WORKER_CRASHED)
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}

@@ -18,7 +18,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
-from ...runtime.api.face import write_atomically
+from ...face import write_atomically
 from .errors import ApiError, not_found, refused
 from .limits import Limits
 

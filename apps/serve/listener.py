@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ...runtime.api.face import errors
+from ...face import errors
 
 
 def listen(host: str, port: int) -> socket.socket:

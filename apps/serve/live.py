@@ -9,17 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...runtime.api.face import (
-    Endpoint,
-    InvalidRow,
-    LoadedModel,
-    OpenRow,
-    Row,
-    RowFailure,
-    RowReader,
-    errors,
-    parse_object,
-)
+from ...face import Endpoint, InvalidRow, LoadedModel, OpenRow, Row, RowFailure, RowReader, errors, parse_object
 from .errors import ApiError, of_failure, refused
 from .files import new_id
 

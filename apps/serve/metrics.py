@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ...runtime.api.face import LoadedModel
+from ...face import LoadedModel
 from .engine_thread import EngineThread
 
 Labels = Mapping[str, str]

@@ -16,8 +16,9 @@ from typing import Any
 import uvicorn
 from platformdirs import user_state_path
 
-from ...runtime.api.face import JobFolder, JobLock, errors
-from .app import Service, make_app
+from ...quant.matmul.selftest import errors
+from ...runtime.jobs.folder import JobFolder, JobLock
+from .app import Service, Turns, make_app
 from .batches import BatchQueue, BatchSettings
 from .engine_thread import EngineThread
 from .files import FileStore
@@ -85,7 +86,8 @@ class RunningServer:
     """A server whose model is loaded: `run` answers until `stop` or a signal."""
 
     def __init__(self, server: _Server, listener: socket.socket) -> None:
-        self.url = _url(listener)
+        host, port = listener.getsockname()[:2]
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
         self._server = server
         self._listener = listener
 
@@ -119,7 +121,8 @@ def open_server(settings: ServerSettings) -> Iterator[RunningServer]:
         engine.start()
         loaded = engine.ready.result()
         reader = RequestReader(loaded, settings.model, settings.max_tokens, settings.seed)
-        service = Service(settings.model, int(time.time()), loaded, engine, reader, files, batches, limits)
+        turns = Turns(limits.waiting_nbytes)
+        service = Service(settings.model, int(time.time()), loaded, engine, reader, files, batches, limits, turns)
         server = _Server(_config(settings, service), engine)
         running = RunningServer(server, listener)
 
@@ -150,11 +153,6 @@ def _most_connections(limits: Limits) -> int:
         most = _WANTED_FILES if hard == resource.RLIM_INFINITY else max(most, min(hard, _WANTED_FILES))
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     return min(limits.connections, most // 2)
-
-
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
 
 def _config(settings: ServerSettings, service: Service) -> uvicorn.Config:

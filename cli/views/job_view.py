@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, cast
 from rich.console import Console
 from rich.table import Table
 
+from ...batch import JobObserver, run_job
 from ...offload.budget import gib
 from ...offload.errors import ExitCode
-from ...runtime.api.batch import JobObserver, run_job
 from ...runtime.jobs.answer_stream import AnswerStream, is_kept
 from ...runtime.jobs.eta import Eta
 from ...runtime.jobs.request import BatchRequest

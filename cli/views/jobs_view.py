@@ -54,18 +54,22 @@ def _cells(status: ListedJob, now: datetime) -> tuple[str, ...]:
     counts = status.counts
     done = f"{counts.rows:,}/{status.num_rows:,}"
     started = age((now - status.created).total_seconds())
-    return status.job_id, str(status.phase), done, f"{counts.failed:,}", started, _model(status), _nearby(status.output)
+    # Relative to the current folder, if the file is in it.
+    return (
+        status.job_id,
+        str(status.phase),
+        done,
+        f"{counts.failed:,}",
+        started,
+        _model(status),
+        str(status.output.relative_to(Path.cwd())) if status.output.is_relative_to(Path.cwd()) else str(status.output),
+    )
 
 
 def _model(status: ListedJob) -> str:
     """The hub id, or the name of the folder."""
     name = status.model
     return Path(name).name if name.startswith((".", "/", "~")) else name
-
-
-def _nearby(path: Path) -> str:
-    """Relative to the current folder, if the file is in it."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def age(seconds: float) -> str:

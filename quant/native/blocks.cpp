@@ -1,11 +1,12 @@
 // Dequantizes blocks of GGUF's types to float32, with the operations and the bits of the gguf package (gguf/quants.py,
-// whose layouts these are). quant/native/calls.py calls it.
+// whose layouts these are), and bytes by a table. quant/native/calls.py calls it.
 #include "moedge_cpu.h"
 #include "simd.h"
 
 namespace {
 
 constexpr int LARGE = 256;  // weights of a block of a K-quant
+constexpr float HALVES[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};  // of E2M1
 constexpr float NONLINEAR[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
 template <typename T>
@@ -132,22 +133,32 @@ inline void q6_k(const uint8_t* block, float* y) {
         }
 }
 
-inline void nonlinear(float scale, const uint8_t* codes, float* y) {
+inline void levels(const float* table, float scale, const uint8_t* codes, float* y) {
     for (int i = 0; i < 16; i++) {
-        y[i] = scale * NONLINEAR[codes[i] & 15];
-        y[i + 16] = scale * NONLINEAR[codes[i] >> 4];
+        y[i] = scale * table[codes[i] & 15];
+        y[i + 16] = scale * table[codes[i] >> 4];
     }
 }
 
-inline void iq4_nl(const uint8_t* block, float* y) { nonlinear(half(block), block + 2, y); }
+inline void mxfp4(const uint8_t* block, float* y) {
+    // Half of the power of two, which is subnormal for the smallest ones.
+    const uint32_t bits = block[0] < 2 ? 0x200000u << block[0] : uint32_t(block[0] - 1) << 23;
+    levels(HALVES, read<float>((const uint8_t*)&bits), block + 1, y);
+}
+
+inline void iq4_nl(const uint8_t* block, float* y) { levels(NONLINEAR, half(block), block + 2, y); }
 
 inline void iq4_xs(const uint8_t* block, float* y) {
     const float d = half(block);
     const uint16_t high = read<uint16_t>(block + 2);
     for (int run = 0; run < 8; run++) {
         const int scale = (block[4 + run / 2] >> (run % 2 * 4) & 15) | (high >> (2 * run) & 3) << 4;
-        nonlinear(d * float(scale - 32), block + 8 + 16 * run, y + 32 * run);
+        levels(NONLINEAR, d * float(scale - 32), block + 8 + 16 * run, y + 32 * run);
     }
+}
+
+void look_up(const moedge_blocks& given) {
+    for (int64_t i = 0; i < given.count; i++) given.out[i] = given.table[given.blocks[i]];
 }
 
 template <void (*DEQUANTIZE)(const uint8_t*, float*), int NBYTES, int WEIGHTS>
@@ -159,6 +170,8 @@ void all(const moedge_blocks& given) {
 
 extern "C" void MOEDGE_NAMED(moedge_dequantize)(const moedge_blocks* blocks) {
     switch (blocks->type) {
+        case moedge_block_type::MXFP4: return all<mxfp4, 17, 32>(*blocks);
+        case moedge_block_type::BYTE: return look_up(*blocks);
         case moedge_block_type::Q4_0: return all<q4_0, 18, 32>(*blocks);
         case moedge_block_type::Q4_1: return all<q4_1, 20, 32>(*blocks);
         case moedge_block_type::Q5_0: return all<q5_0, 22, 32>(*blocks);

@@ -56,7 +56,18 @@ def dequantize_blocks(blocks: Tensor, kind: str, weights: int) -> Tensor | None:
     if kind.lower() not in _BLOCK_TYPES or not available():
         return None
     out = torch.empty(len(blocks), weights)
-    arguments = NativeBlocks(blocks.data_ptr(), out.data_ptr(), len(blocks), _BLOCK_TYPES[kind.lower()])
+    arguments = NativeBlocks(blocks.data_ptr(), out.data_ptr(), len(blocks), _BLOCK_TYPES[kind.lower()], None)
+    function("moedge_dequantize", POINTER(NativeBlocks))(byref(arguments))
+    return out
+
+
+def look_up(codes: Tensor, numbers: Tensor) -> Tensor:
+    """`numbers[codes]`, float32, of uint8 codes of any shape; there are at most 256 numbers."""
+    if not available():
+        return numbers[codes.int()]
+    codes, table, out = codes.contiguous(), torch.zeros(256), torch.empty(codes.shape)
+    table[: len(numbers)] = numbers
+    arguments = NativeBlocks(codes.data_ptr(), out.data_ptr(), codes.numel(), _BLOCK_TYPES["byte"], table.data_ptr())
     function("moedge_dequantize", POINTER(NativeBlocks))(byref(arguments))
     return out
 

@@ -31,9 +31,9 @@ enum class moedge_activation : int32_t { SILU, GELU_TANH, CLAMPED_SWIGLU };
 enum class moedge_weight_format : int32_t { NF4, INT4, MXFP4, INT8 };
 enum class moedge_order : int32_t { ROWS, TILES, INT4PACK };
 
-// Types of GGUF's blocks that are dequantized by the library (gguf/constants.py has all of them).
+// Types of GGUF's blocks that are dequantized by the library (gguf/constants.py has all of them), and bytes by a table.
 enum class moedge_block_type : int32_t {
-    Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS
+    Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4, BYTE
 };
 
 // What a step of a decoder layer computes; the struct of its arguments is named beside it.
@@ -306,12 +306,13 @@ struct moedge_tiles_widening {
     uint16_t *out;  // adjacent rows
 };
 
-// Blocks of a GGUF file, one after the other, to be dequantized to float32.
+// Blocks of a GGUF file, one after the other, to be dequantized to float32; or bytes, which mean numbers of a table.
 struct moedge_blocks {
     const uint8_t *blocks;
     float *out;  // adjacent
     int64_t count;
     moedge_block_type type;
+    const float *table;  // of BYTE, 256 numbers
 };
 
 #endif

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ...quant.matmul.selftest import ANY_KERNEL
 from ...quant.tensor import TORCH_DTYPES
-from ..api.model import OpenModel
 from ..engine import sequence
 from ..engine.sequence import Batch
+from ..jobs.lifecycle import OpenModel
 from ..loading.prepare import precision
 from ..model.experts_seam import PackedExperts
 from ..model.fused.layer import FusedLayer
@@ -61,9 +61,10 @@ class CheckReport:
     differences of the hidden states after each decoder layer.
 
     From the same input, which decides: `local` has for each decoder layer the greatest relative L2 difference of a
-    token's hidden states, of those tokens whose router chose the same experts, and `rerouted` the share of the others;
-    `rounding` by how much the reference's layer itself changes with its input rounded in the dtype. `head` is the
-    greatest relative difference of logits. `parts_at` is the first layer that is over its bound, or None.
+    token's hidden states, of those tokens whose router chose the same experts, and `rerouted` the share of the others:
+    of the prompts' tokens or of the generated ones, which other kernels compute, the greater. `rounding` says by how
+    much the reference's layer itself changes with its input rounded in the dtype. `head` is the greatest relative
+    difference of logits. `parts_at` is the first layer that is over its bound, or None.
 
     `reference` is "transformers" or "layers", and `why` says why not the former. `lossless` says that the engine's
     weights mean exactly what the checkpoint's do; if they do not, `loss` has the relative errors of packing, by group.
@@ -386,6 +387,8 @@ def _report(model: str, against: str, traced: _Traced, reference: Reference, loc
     same_input = _chosen(reference.passed.from_engine, traced)
     head = (traced.logits - same_input).abs().amax(-1) / same_input.abs().amax(-1)
     same = [traced.computed & ~each for each in local.rerouted]
+    generated = torch.zeros_like(traced.computed).scatter_(1, traced.positions[:, 1:], True)
+    ways = [way for way in (traced.computed & generated, traced.computed & ~generated) if way.any()]
     return CheckReport(
         model=model,
         against=against,
@@ -403,7 +406,7 @@ def _report(model: str, against: str, traced: _Traced, reference: Reference, loc
         layers=_differences(traced, reference.passed.hidden),
         local=_greatest(local.relative, same),
         rounding=_greatest(local.shaken, [traced.computed] * len(same)),
-        rerouted=tuple(float(each[traced.computed].float().mean()) for each in local.rerouted),
+        rerouted=tuple(max(float(each[way].float().mean()) for way in ways) for each in local.rerouted),
         head=float(head.max()),
         parts=traced.parts,
         compute=traced.compute,

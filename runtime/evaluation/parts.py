@@ -30,6 +30,8 @@ from ..model.weights_seam import PackedLinear
 MOST_ROUNDINGS = 8
 # Products after one another in experts, with what is rounded between them.
 _EXPERT_ROUNDINGS = 3
+# Random changes of the queries of a pass.
+_CHANGES = 4
 # Rows of a pass that a part's product is compared for, and passes of different sizes in which it is.
 _ROWS, _SIZES = 8, 2
 
@@ -116,7 +118,7 @@ class _WatchedExperts:
     def __init__(self, module: PackedExperts) -> None:
         self._source, self._module = module.source, module
         self._outputs: dict[tuple[int, int], Tensor] = {}
-        self._ids = torch.empty(0)
+        self._ids = self._missing = torch.empty(0)
         self._tokens = torch.empty(0, dtype=torch.long)
         module.register_forward_pre_hook(self._begin)
 
@@ -125,6 +127,7 @@ class _WatchedExperts:
 
     def _begin(self, module: nn.Module, given: Any) -> None:
         self._outputs, self._ids = {}, given[1]
+        self._missing = given[0].new_full(given[0].shape[1:], torch.nan, dtype=torch.float32)
         self._tokens = torch.linspace(0, len(given[0]) - 1, min(_ROWS, len(given[0]))).long()
 
     def fetch(self, groups: ExpertGroups, hidden: Tensor) -> Iterator[list[ResidentExpert]]:
@@ -150,10 +153,10 @@ class _WatchedExperts:
             self._outputs[token, one.expert_id] = row
 
     def sums(self, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Some tokens [n] and the sums of their experts [n, D], weighed by `weights` [T, A]."""
+        """Some tokens [n] and the sums of their experts [n, D], by `weights` [T, A]; NaN where one is missing."""
         sums = [
             sum(
-                self._outputs[token, expert_id] * weight
+                self._outputs.get((token, expert_id), self._missing) * weight
                 for expert_id, weight in zip(self._ids[token].tolist(), weights[token].tolist(), strict=True)
             )
             for token in self._tokens.tolist()
@@ -165,7 +168,8 @@ class _WatchedAttention:
     """Compares an attention backend with torch's own in float32, over the same cache.
 
     Where queries and keys are long, a rounded query changes the result by more than a fixed bound: it may differ by
-    several times what torch's changes by if queries change at random by at most a unit of roundoff.
+    several times what torch's changes by if queries change at random by at most a unit of roundoff, the most of a few
+    times: where two keys are nearly as like a query, few changes show by how much.
     """
 
     def __init__(self, parts: PartErrors, backend: AttentionBackend) -> None:
@@ -177,13 +181,13 @@ class _WatchedAttention:
 
     def attend(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         out = self._backend.attend(call, q, k, v, batch)
-        noise = 1 + self._parts.roundoff * (2 * torch.rand(q.shape, generator=self._random) - 1)
+        noise = self._parts.roundoff * (2 * torch.rand((_CHANGES, *q.shape), generator=self._random) - 1)
         rows, whole = slice(batch.num_tokens), in_float32(call)
-        wanted, changed = (
+        wanted, *changed = (
             self._definition.attend(whole, queries, k.float(), v.float(), batch)[rows]
-            for queries in (q.float(), q.float() * noise)
+            for queries in (q.float(), *(q.float() * (1 + noise)))
         )
-        change = float(errors(changed, wanted).max())
+        change = max(float(errors(each, wanted).max()) for each in changed)
         self._parts.add(call.layer, "attention", out[rows], wanted, ROUNDINGS, MOST_ROUNDINGS * change)
         return out
 

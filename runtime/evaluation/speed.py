@@ -13,12 +13,12 @@ import torch
 
 from ...moe.streaming_order import ExpertOptions
 from ...offload.memory import Heap
-from ..api.generation import DeferredInterrupt
-from ..api.model import OpenModel, refuse_over_budget
 from ..engine import sequence
 from ..jobs.job_plan import equal_rows, with_workload
 from ..jobs.journal.state import Counts
+from ..jobs.lifecycle import OpenModel, refuse_over_budget
 from ..jobs.report import summarise
+from ..jobs.stop import DeferredInterrupt
 from ..jobs.summary import Seconds
 from ..loading.engine_loader import LoadedModel
 from ..sampling.params import SamplingParams

@@ -329,7 +329,8 @@ class SpeedOrder:
         self._rows.append(row)
         self._lengths.append(num_tokens)
         for level, hashes in zip(LEVELS, self._prefixes, strict=True):
-            hashes.append(_hash(prompt_ids[:level]) if len(prompt_ids) >= level else 0)
+            # Never 0, which is a prompt that is shorter. Equal in every process: integers hash to what they are.
+            hashes.append((hash(tuple(prompt_ids[:level])) & _MAX | 1) if len(prompt_ids) >= level else 0)
 
     def rows(self, only: Iterable[int] | None = None) -> Iterable[int]:
         """Every row added, or those of them that are in `only`."""
@@ -357,8 +358,3 @@ def _shared(hashes: NDArray[np.uint64], lengths: NDArray[np.uint64]) -> tuple[ND
 
 def _descending(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return np.uint64(_MAX) - values
-
-
-def _hash(token_ids: Sequence[int]) -> int:
-    """Never 0, which is a prompt that is shorter. Equal in every process: integers hash to what they are."""
-    return hash(tuple(token_ids)) & _MAX | 1

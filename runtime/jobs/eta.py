@@ -78,7 +78,8 @@ class Eta:
         self.generated_tok_s = (metrics.generated_tokens - before.generated_tokens) / seconds
         self._pass_seconds.observe(seconds / passes)
         self._sequences = max(1.0, (metrics.generated_tokens - before.generated_tokens) / passes)
-        self._mark = (now, _counters(metrics))
+        # The sums as they are now.
+        self._mark = (now, _Counters(metrics.passes, metrics.prompt_tokens, metrics.generated_tokens))
         self._left = self._forecast(metrics)
 
     @property
@@ -114,8 +115,3 @@ class Eta:
         mean = metrics.finished_tokens / metrics.finished_limit
         likely = metrics.generated_tokens / metrics.finished_limit
         return max(mean, likely * (1 - exp(-1 / likely)))
-
-
-def _counters(metrics: Metrics) -> _Counters:
-    """The sums as they are now."""
-    return _Counters(metrics.passes, metrics.prompt_tokens, metrics.generated_tokens)

@@ -134,7 +134,7 @@ class JobLock:
         self._descriptor = descriptor
         try:
             os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, json.dumps(_this_process()).encode(), 0)
+            os.pwrite(self._descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
         except OSError as error:
             self.close()
             raise OutputRefused(
@@ -194,10 +194,6 @@ def _holder(text: str) -> str:
         return f"process {found['pid']} on {found['host']}"
     except (ValueError, KeyError, TypeError):
         return "just started"
-
-
-def _this_process() -> dict[str, str | int]:
-    return {"pid": os.getpid(), "host": socket.gethostname()}
 
 
 def now_text() -> str:

@@ -296,7 +296,11 @@ class Running:
         self.session = loaded.planned.session
         self.policy = loaded.policy
         self.stopped_because: str | None = None
-        self._rows = self._file_rows()
+        measured, claim = self._planned.measured, self._checked.claim
+        invalid = set(self._checked.preflight.bad_rows).intersection(claim.rows_to_run())
+        self._rows = FileRows(
+            self.session.journal.state, measured.file, measured.order, _failures(claim, invalid), claim.cut
+        )
         self._seconds: float | None = None
         self._log = RunLog(self.session.folder.runs)
 
@@ -363,11 +367,6 @@ class Running:
             file = partial_file(self.session.journal, self.session.folder, self._checked.paths)
         self._checked.resources.callback(file.close)
         return file
-
-    def _file_rows(self) -> FileRows:
-        measured, claim = self._planned.measured, self._checked.claim
-        invalid = set(self._checked.preflight.bad_rows).intersection(claim.rows_to_run())
-        return FileRows(self.session.journal.state, measured.file, measured.order, _failures(claim, invalid), claim.cut)
 
     def _beginning(self) -> dict[str, Any]:
         counts, predicted = self.session.journal.state.counts, self._planned.chosen.prediction

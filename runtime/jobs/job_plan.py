@@ -171,7 +171,9 @@ def plan_job(
     located = _Located(source.name, source.shape, source.weights, source.store is not None)
     on_disk = _with_disk(budget, budgets, settings, located)
     result = _solve(machine.request(source.shape, settings, on_disk, workload), saved)
-    if machine.profile is None and _is_long(result.prediction):
+    if machine.profile is None and (
+        result.prediction.total_s > LONG_SECONDS or result.prediction.loading_s > LONG_LOADING_SECONDS
+    ):
         measured = machine.measured(budgets, source.weights)
         result = _solve(measured.request(source.shape, settings, on_disk, workload), saved)
     # Imports torch, which the jobs that come here have already.
@@ -193,10 +195,6 @@ def refuse_too_small(source: ModelSource, settings: Settings, budgets: Budgets) 
     budget = MemoryBudget(budgets.host_nbytes(), None, budgets.disk_nbytes())
     request = PlanRequest(costs=costs, workload=equal_rows(1, 1, 0), budget=budget, settings=source.settle(settings))
     planner.refuse_too_small(request)
-
-
-def _is_long(predicted: Prediction) -> bool:
-    return predicted.total_s > LONG_SECONDS or predicted.loading_s > LONG_LOADING_SECONDS
 
 
 def _solve(request: PlanRequest, saved: Path | None) -> PlanResult:

@@ -1,4 +1,4 @@
-"""When a job ends before its last row: limits of the user, passes that stall, and processes that crash.
+"""When a job ends before its last row: limits of the user, Ctrl-C, passes that stall, and processes that crash.
 
 A fatal signal, an error that nobody foresaw, a library that calls exit() and the kernel's OOM killer each leave a
 trace, so rows that were in work are suspects. `kill -9` and a power cut leave none.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import os
+import signal
 import sys
 import threading
 import time
@@ -17,7 +18,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import IO, Protocol
+from types import FrameType
+from typing import IO, Protocol, Self
 
 from ...offload.errors import ExitCode
 from ...offload.stream.stream import StreamBroken
@@ -83,6 +85,36 @@ class StopRule:
         if allowed is not None and num_failed > allowed:
             return f"{counted(num_failed, 'row')} failed, --max-failures allows {allowed:,}"
         return None
+
+
+class DeferredInterrupt:
+    """While open, Ctrl-C makes `requested` true; pressed again, it raises KeyboardInterrupt.
+
+    Leaving it without an error then raises KeyboardInterrupt. Other threads than the main one are never interrupted,
+    and a handler of the caller's own stays in force.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._installed = False
+
+    def __enter__(self) -> Self:
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._handle)
+            self._installed = True
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if self._installed:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if self.requested and kind is None:
+            raise KeyboardInterrupt
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
 
 
 # Seconds that the passes have to notice a failed read; after that, nothing else would end the process.

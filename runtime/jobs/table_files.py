@@ -122,7 +122,10 @@ class Table:
         kinds: dict[str, set[type]] = {}
         for record in self.records():
             for name, value in record.items():
-                kinds.setdefault(name, set()).add(_kind(value))
+                # Whole numbers that Parquet cannot hold are text.
+                kinds.setdefault(name, set()).add(
+                    str if type(value) is int and not -(1 << 63) <= value < 1 << 63 else type(value)
+                )
         answered = [name for name in fields or () if name not in _FIRST]
         own = [name for name in kinds if name not in _FIRST and name not in answered]
         names = [name for name in _FIRST if name in kinds or name in _ALWAYS]
@@ -131,11 +134,6 @@ class Table:
     def records(self) -> Iterator[Record]:
         for line in self._lines():
             yield from records(line, self._fields)
-
-
-def _kind(value: Any) -> type:
-    """Whole numbers that Parquet cannot hold are text."""
-    return str if type(value) is int and not -(1 << 63) <= value < 1 << 63 else type(value)
 
 
 def write_table(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -34,7 +34,9 @@ def merge_summaries(summaries: Sequence[RunSummary], metrics: Metrics, counts: C
     total = replace(added, rows=total.rows, tokens=total.tokens, seconds=seconds, throughput=Throughput())
     if took := seconds.generate:
         total.throughput = Throughput(metrics.prompt_tokens / took, metrics.generated_tokens / took)
-    total.latency = Latency(*(Percentiles(*(quantiles(each) or ())) for each in _latencies(metrics)))
+    total.latency = Latency(
+        *(Percentiles(*(quantiles(each) or ())) for each in (metrics.ttft, metrics.tpot, metrics.total))
+    )
     if metrics.passes:
         total.passes.tokens_mean = metrics.pass_tokens / metrics.passes
         total.passes.sequences_mean = metrics.pass_sequences / metrics.passes
@@ -53,10 +55,6 @@ def merge_summaries(summaries: Sequence[RunSummary], metrics: Metrics, counts: C
     rates = [each.predicted.generated_tok_s for each in summaries if each.predicted.generated_tok_s]
     total.predicted = Predicted(generated_tok_s=sum(rates) if rates else None, bottleneck=last.predicted.bottleneck)
     return total
-
-
-def _latencies(metrics: Metrics) -> Iterable[Sequence[float]]:
-    return metrics.ttft, metrics.tpot, metrics.total
 
 
 def _added(values: Sequence[Any]) -> Any:

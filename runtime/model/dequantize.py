@@ -23,7 +23,7 @@ from ...offload.checkpoint.header import described
 from ...offload.errors import BadCheckpoint
 from ...quant.formats.format import ROWS, Layout, Plane, get_format
 from ...quant.matmul.thread_pool import torch_threads
-from ...quant.native.calls import dequantize_blocks
+from ...quant.native.calls import dequantize_blocks, look_up
 from ...quant.tensor import SAFETENSORS_DTYPES, Planes, dtype_name, pack_nibbles, torch_dtype
 from ..shape.gguf import FLOATS, GgufWeight
 from ..shape.quantization import WHOLE
@@ -33,6 +33,8 @@ from ..shape.quantized import QuantizedWeight
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 # How far exponents of e8m0 are shifted.
 BIAS = 127
+# What bytes of e4m3 mean; torch converts them one by one.
+_E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +55,10 @@ class Codes:
 
     def widen(self, begin: int, end: int) -> Tensor:
         """Rows of the matrix in float32."""
-        codes = self.rows(begin, end)
-        values = codes.float() if self.levels is None else self.levels[codes.int()]
+        codes, levels = self.rows(begin, end), self.levels
+        if codes.dtype == torch.float8_e4m3fn:
+            codes, levels = codes.view(torch.uint8), _E4M3
+        values = codes.float() if levels is None else look_up(codes, levels)
         # Values [n, K] as [n, groups, columns of a group], where all rows consist of whole runs of columns.
         groups = values.view(len(values), -1, self.group[1]) if self._runs else values
         if isinstance(self.zero, Tensor):
@@ -111,8 +115,6 @@ def gguf_codes(checkpoint: Checkpoint, weight: GgufWeight, expert: int | None = 
 
 def gguf_rows(checkpoint: Checkpoint, weight: GgufWeight, expert: int | None = None) -> Callable[[int, int], Tensor]:
     """Gives rows `begin` to `end` of a matrix, or of one expert's of a stack, in float32."""
-    if weight.numbers == "MXFP4":
-        return gguf_codes(checkpoint, weight, expert).widen
     return _widened(_matrices(checkpoint, weight, expert), [checkpoint.entries[name].dtype for name in weight.sources])
 
 
@@ -291,11 +293,15 @@ def read_codes(checkpoint: Checkpoint, weight: QuantizedWeight, expert: int | No
     rows, columns = weight.entry.shape[:-3:-1] if weight.turned else weight.entry.shape[-2:]
     scale = _scales(parts, weight, (rows, columns))
     order = parts.get("order")
-    if order is not None and not 0 <= int(order.min()) <= int(order.max()) < scale.shape[1]:
-        raise BadCheckpoint(
-            f"{described(weight.tensors['order'])} has {int(order.min())} to {int(order.max())}, wanted groups from 0 "
-            f"to {scale.shape[1] - 1}"
-        )
+    if order is not None:
+        if not 0 <= int(order.min()) <= int(order.max()) < scale.shape[1]:
+            raise BadCheckpoint(
+                f"{described(weight.tensors['order'])} has {int(order.min())} to {int(order.max())}, wanted groups "
+                f"from 0 to {scale.shape[1] - 1}"
+            )
+        if torch.equal(order, torch.arange(columns) // (weight.group[1] or columns)):
+            # Runs of columns, as most files say that have an order at all.
+            order = None
     return Codes(
         (rows, columns),
         _PACKINGS[weight.packing](parts["codes"], weight.bits, columns),
@@ -402,7 +408,7 @@ def _awq(codes: Tensor, bits: int, num_columns: int) -> _Rows:
 
 def _low_nibbles(codes: Tensor, bits: int, num_columns: int) -> _Rows:
     rows = codes.reshape(-1, num_columns // 2)
-    return lambda begin, end: torch.stack((rows[begin:end] & 15, rows[begin:end] >> 4), -1).flatten(1)
+    return lambda begin, end: _nibbles(rows[begin:end].view(torch.uint8))
 
 
 def _high_nibbles(codes: Tensor, bits: int, num_columns: int) -> _Rows:
@@ -434,10 +440,16 @@ def _unpacked(words: Tensor, bits: int, count: int) -> Tensor:
     if bits == 8:
         return data[:, :count]
     if bits == 4:
-        return torch.stack((data & 15, data >> 4), -1).flatten(1)[:, :count]
+        return _nibbles(data)[:, :count]
     stream = np.unpackbits(data.numpy(), axis=1, bitorder="little")[:, : count * bits]
     codes = np.packbits(stream.reshape(len(stream), count, bits), axis=2, bitorder="little")
     return torch.from_numpy(codes.reshape(len(stream), count))
+
+
+def _nibbles(data: Tensor) -> Tensor:
+    """The codes [n, 2 * B] of uint8 [n, B], the lower half of each byte first: both at once, as a number of 16 bits."""
+    wide = data.to(torch.int16)
+    return (wide | wide << 4).bitwise_and_(0x0F0F).view(torch.uint8)
 
 
 def _in_awq_order(codes: Tensor) -> Tensor:

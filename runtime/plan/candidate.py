@@ -19,7 +19,7 @@ from ...quant.native.library import CONSTANTS
 from ...quant.scratch import fused_row_nbytes, whole_vectors
 from ..attention.choice import EXPANDED_NBYTES, GATHERED_NUMEL, PARTIALS_NBYTES, ROWS, SCORED_NUMEL
 from ..kv.spec import BLOCK_TOKENS, SCAN_TOKENS, SCANNED_TOKENS, STEP_NBYTES, KVSpec, StateSpec, state_format
-from ..settings.budgets import MIB, DeviceBudget, process_nbytes
+from ..settings.budgets import MIB, DeviceBudget, encoder_nbytes, process_nbytes
 from ..shape.model_shape import ExpertsShape, LayerShape, Matrix, ModelShape
 from ..shape.shards import (
     ITEM_NBYTES,
@@ -369,7 +369,9 @@ class Candidate:
         # Unlike blocks, which grow with a sequence, its states are there from its first token on.
         format = state_format(cache.specs[0].format, weights.deterministic)
         self.states = StateSpec(weights.shape.state_groups, weights.dtype, format).pool_nbytes(self.live)
-        self.fixed = self.scratch + weights.process + weights.resident + self.states
+        # Of one prompt, which is encoded in host memory while passes run.
+        self.encoder = 0 if weights.on_device else encoder_nbytes(cache.longest)
+        self.fixed = self.scratch + weights.process + weights.resident + self.states + self.encoder
 
     @property
     def smallest(self) -> int:

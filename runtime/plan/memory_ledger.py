@@ -23,6 +23,7 @@ OPTIONS = {"device": "--gpu-mem", "host": "--ram", "disk": "--disk"}
 WEIGHTS, RINGS, KV_CACHE = "weights held", "rings of streamed weights", "KV cache"
 STAGED, PARKED, WORKSPACE = "weights staged for the device", "parked blocks", "scratch of products"
 STATES, FUSED = "states of recurrent layers", "buffers of fused layers"
+TOKENIZER = "tokenizing a prompt"
 # What malloc keeps of what loading and passes freed (offload/memory.py); a bound.
 KEPT = "kept for the next pass"
 
@@ -127,6 +128,7 @@ def _computing(plan: Plan, process: str) -> dict[str, Arena]:
     return {
         process: Arena(plan.process_nbytes),
         "small parameters": Arena(plan.resident_nbytes),
+        **({TOKENIZER: Arena(plan.encoder_nbytes)} if plan.budget.device is None else {}),
         WORKSPACE: Arena(plan.workspace_nbytes),
         "activations": Arena(plan.activations_nbytes),
         "slack of allocators": Arena(plan.slack_nbytes),
@@ -148,7 +150,9 @@ def _staging(plan: Plan, shape: ModelShape) -> dict[str, Arena]:
     return {
         "process": Arena(plan.budget.device.process_nbytes),
         "small parameters": Arena(resident_nbytes(shape, plan.dtype)),
-        "loading": Arena(LOADING_NBYTES),
+        # Beyond what prompts are tokenized in, once loading is over.
+        "loading": Arena(max(0, LOADING_NBYTES - plan.encoder_nbytes)),
+        TOKENIZER: Arena(plan.encoder_nbytes),
         STAGED: Arena(plan.staging.staged_nbytes),
         RINGS: Arena(plan.staging.placement.ring_nbytes),
         PARKED: Arena(parked),

@@ -134,6 +134,7 @@ class Plan:
     - `workspace_nbytes`, `activations_nbytes` and `slack_nbytes` are what a pass computes with.
     - `states_nbytes` are states of recurrent layers: those of `max_sequences`, and snapshots where prefixes end.
       A prompt is cut at multiples of `prompt_cut`.
+    - `encoder_nbytes` of host memory are for tokenizing one prompt while passes run.
     - `kept_nbytes` of memory that one pass frees stay in the process for the next one, where the budget has them.
     - `fused_nbytes` are buffers for decoder layers that the library of CPU kernels computes, in memory that nothing
       else could use. `free_nbytes` of the host's budget are of no use to this job.
@@ -168,6 +169,7 @@ class Plan:
     slack_nbytes: int
     states_nbytes: int = 0
     prompt_cut: int = 1
+    encoder_nbytes: int = 0
     kept_nbytes: int = 0
     fused_nbytes: int = 0
     free_nbytes: int = 0
@@ -197,7 +199,7 @@ class Plan:
     @property
     def used_nbytes(self) -> int:
         """Bytes of the tier that computes."""
-        passes = self.scratch_nbytes + self.kept_nbytes
+        passes = self.scratch_nbytes + self.kept_nbytes + (0 if self.budget.device else self.encoder_nbytes)
         sequences = self.kv_nbytes + self.states_nbytes
         weights = self.held_nbytes + self.placement.ring_nbytes
         return self.fixed_nbytes + passes + self.fused_nbytes + sequences + weights
@@ -342,12 +344,13 @@ def on_device_nbytes(shape: ModelShape, dtype: str) -> int:
     return resident_nbytes(shape, dtype) - (embedding if shape.head else 0)
 
 
-def stage_for_device(
-    shape: ModelShape, shards: ModelShards, held: Placement, budget: MemoryBudget, dtype: str
-) -> HostStaging:
-    """The staging for a device that holds `held`. Raises DoesNotFit, naming the smallest budget that works."""
+def stage_for_device(shape: ModelShape, shards: ModelShards, plan: Plan) -> HostStaging:
+    """The staging for the device of `plan`. Raises DoesNotFit, naming the smallest budget that works."""
+    budget, held = plan.budget, plan.placement
     assert budget.device is not None
-    fixed = budget.device.process_nbytes + resident_nbytes(shape, dtype) + LOADING_NBYTES
+    # Prompts are tokenized once loading is over.
+    passing = max(LOADING_NBYTES, plan.encoder_nbytes)
+    fixed = budget.device.process_nbytes + resident_nbytes(shape, plan.dtype) + passing
     kept = stage(shards, held, budget.host_nbytes - fixed)
     if kept is None:
         rings = minimum(shards)

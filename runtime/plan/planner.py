@@ -17,7 +17,7 @@ from ...quant.kernels.operands import Gpu, dotted, interpreted
 from ...quant.native import library
 from ..attention.choice import NO_LATENTS, AttentionNeeds, choose_attention, stores_by_kernel
 from ..kv.spec import SCAN_CHUNK, KVSpec
-from ..settings.budgets import GIB, MIB, DeviceBudget, MemoryBudget
+from ..settings.budgets import GIB, MIB, DeviceBudget, MemoryBudget, encoder_nbytes
 from ..settings.errors import DoesNotFit, SettingError
 from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape
@@ -457,7 +457,7 @@ class _Search:
             fused = min(buffers, plan.free_nbytes // 2)
             return replace(plan, fused_nbytes=fused, free_nbytes=plan.free_nbytes - fused)
         weights = candidate.weights
-        staging = stage_for_device(weights.shape, weights.shards, plan.placement, self._budget, plan.dtype)
+        staging = stage_for_device(weights.shape, weights.shards, plan)
         # Where every sequence has its blocks at its longest, none is preempted.
         waits = plan.kv_sequences < plan.max_sequences and staging.disk_nbytes == 0
         # A state is not parked, so the sequence is computed again whatever became of its blocks.
@@ -517,6 +517,7 @@ class _Search:
             activations_nbytes=candidate.activations,
             slack_nbytes=candidate.slack,
             states_nbytes=candidate.states,
+            encoder_nbytes=encoder_nbytes(candidate.cache.longest),
             prompt_cut=SCAN_CHUNK if shape.state_groups and settings.deterministic else 1,
             grouped_experts=weights.grouped_experts,
             stores_by_kernel=stores_by_kernel(settings.attention, attention, needs),

@@ -192,17 +192,16 @@ def _chat_logprobs(tokens: Sequence[TokenLogprob], token_text: TokenText) -> dic
 
 def _completion_logprobs(tokens: Sequence[TokenLogprob], token_text: TokenText) -> dict[str, Any]:
     texts = [token_text(token.token_id)[0] for token in tokens]
+    # Log probabilities by token text; of tokens with the same text, the most likely one, which is written last.
     return {
         "tokens": texts,
         "token_logprobs": [max(token.logprob, MIN_LOGPROB) for token in tokens],
-        "top_logprobs": [_by_text(token.top, token_text) for token in tokens],
+        "top_logprobs": [
+            {token_text(token_id)[0]: max(logprob, MIN_LOGPROB) for token_id, logprob in reversed(token.top)}
+            for token in tokens
+        ],
         "text_offset": list(accumulate(map(len, texts), initial=0))[:-1],
     }
-
-
-def _by_text(top: Sequence[tuple[int, float]], token_text: TokenText) -> dict[str, float]:
-    """Log probabilities by token text; of tokens with the same text, the most likely one, which is written last."""
-    return {token_text(token_id)[0]: max(logprob, MIN_LOGPROB) for token_id, logprob in reversed(top)}
 
 
 def _digest(row_id: str, purpose: bytes) -> str:

@@ -53,7 +53,7 @@ class Integer:
     limit: Limit
 
     def __call__(self, value: Any, param: str) -> int:
-        if isinstance(value, bool) or not (isinstance(value, int) or _whole(value)):
+        if isinstance(value, bool) or not (isinstance(value, int) or (isinstance(value, float) and value.is_integer())):
             raise wrong_type(value, param, "a whole number")
         if value not in self.limit:
             raise wrong_value(value, param, str(self.limit))
@@ -104,10 +104,6 @@ def wrong_type(value: Any, param: str, wanted: str) -> InvalidRow:
 
 def wrong_value(value: Any, param: str, wanted: str) -> InvalidRow:
     return InvalidRow(ErrorCode.INVALID_VALUE, f"{param} must be {wanted}, found {shown(value)}", param)
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, float) and value.is_integer()
 
 
 # How a row's error calls each thing that can be wrong with a message.
@@ -473,7 +469,12 @@ def read_fields(body: Mapping[str, Any], endpoint: Endpoint) -> dict[str, Any]:
         check = checks.get(name)
         if check is not None:
             given[name] = check(value, name)
-        elif not (name in IGNORED or name.startswith(FREE_PREFIX) or _neutral(name, value) or is_own(name, endpoint)):
+        elif not (
+            name in IGNORED
+            or name.startswith(FREE_PREFIX)
+            or any(type(value) is type(same) and value == same for same in UNSUPPORTED.get(name, ()))
+            or is_own(name, endpoint)
+        ):
             raise _refusal(name, endpoint)
     return given
 
@@ -521,11 +522,6 @@ def unknown(name: str, known: tuple[str, ...]) -> InvalidRow:
     meant = slip_of(name, known) or next(iter(get_close_matches(name[:64], known, n=1)), None)
     advice = f"did you mean {meant}?" if meant else f"your own fields may start with {FREE_PREFIX}"
     return InvalidRow(ErrorCode.UNKNOWN_PARAMETER, f"{name[:64]!a} is not a known field; {advice}", name[:64])
-
-
-def _neutral(name: str, value: Any) -> bool:
-    # The types are compared too: to Python 1 is True and 0 is False.
-    return any(type(value) is type(same) and value == same for same in UNSUPPORTED.get(name, ()))
 
 
 def _refusal(name: str, endpoint: Endpoint) -> InvalidRow:

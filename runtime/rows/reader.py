@@ -175,7 +175,11 @@ class LineParser:
         position = RowPosition(self._num_rows, line.number, line_id(line.number))
         self._num_rows += 1
         try:
-            values = self._object(line)
+            if line.content is None:
+                raise InvalidRow(
+                    ErrorCode.LINE_TOO_LONG, f"longer than {self._max_line_nbytes} bytes; split the prompt into rows"
+                )
+            values = parse_object(line.content)
             position = self._position(values, position)
             self._ids.add(position.id, line.number, self._columns.id_field if self._short else "custom_id")
             row = self._row(values, position)
@@ -206,13 +210,6 @@ class LineParser:
             return self._builder.build(short_body(self._columns.body(values)), Endpoint.SHORT, position)
         endpoint, body = openai_body(values)
         return self._builder.build(body, endpoint, position)
-
-    def _object(self, line: Line) -> dict[str, Any]:
-        if line.content is None:
-            raise InvalidRow(
-                ErrorCode.LINE_TOO_LONG, f"longer than {self._max_line_nbytes} bytes; split the prompt into rows"
-            )
-        return parse_object(line.content)
 
     def _position(self, values: dict[str, Any], position: RowPosition) -> RowPosition:
         """The position with the row's id, and with the user's fields; notes which form the row has."""

@@ -37,6 +37,18 @@ def process_nbytes() -> int:
     return PROCESS_NBYTES + (_CUDA_BUILD_NBYTES if built else 0)
 
 
+# A prompt of more UTF-8 bytes is counted piece by piece before it is encoded whole, and refused where it has more than
+# so many for each token that it may have.
+ENCODED_NBYTES, TEXT_NBYTES_PER_TOKEN = 64 << 10, 16
+# What tokenizers takes for each byte of a text at most: offsets, alignments, words; for long tokens half of it.
+_ENCODER_FACTOR = 300
+
+
+def encoder_nbytes(tokens: int) -> int:
+    """Host memory that encoding one prompt takes, where none of more than `tokens` runs."""
+    return _ENCODER_FACTOR * max(ENCODED_NBYTES, TEXT_NBYTES_PER_TOKEN * tokens // 2)
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceBudget:
     """`nbytes` of GPU memory; the driver and libraries take `context_nbytes` of them.

@@ -91,7 +91,11 @@ def _needed(extra: str) -> Iterator[str]:
     from packaging.requirements import Requirement
 
     for each in map(Requirement, requires("moedge") or ()):
-        if not _is_of(extra, each.marker):
+        if not (
+            each.marker is not None
+            and each.marker.evaluate({"extra": extra})
+            and not each.marker.evaluate({"extra": ""})
+        ):
             continue
         if each.name == "moedge":
             for name in sorted(each.extras):
@@ -117,10 +121,6 @@ def require_transformers(release: str, subject: str) -> None:
             f"{subject} needs transformers {release} or newer, and {found} is installed: "
             f"pip install 'transformers>={release}'"
         )
-
-
-def _is_of(extra: str, marker: Any) -> bool:
-    return marker is not None and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""})
 
 
 class ClusterFailed(MoedgeError):

@@ -419,7 +419,8 @@ class HarmonyStream:
         if name in ("start", "channel"):
             self._begin_header(fresh=name == "start")
         elif name in ("end", "call", "return"):
-            self._end_message()
+            self.stopped = self.stopped or self._body is self._parts.content
+            self._header = self._body = None
         elif name == "message" and self._header is not None:
             self._begin_body("".join(self._header))
         elif self._header is not None:
@@ -457,10 +458,6 @@ class HarmonyStream:
             thoughts.add("\n")
         self._body = thoughts
         self.reasoning_tokens += self._header_tokens
-
-    def _end_message(self) -> None:
-        self.stopped = self.stopped or self._body is self._parts.content
-        self._header = self._body = None
 
     def _bound(self) -> None:
         if self._is_reasoning and self._parts.over_limit:

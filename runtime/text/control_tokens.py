@@ -136,7 +136,8 @@ class ControlTokens:
         # Characters outside the vocabulary come out as the unknown token: no text gains anything by that.
         self.ids: frozenset[int] = frozenset(controls) - {unknown_id}
         self._special = {token.content for token in controls.values() if token.special}
-        self._literal = _any_of(token.content for token in controls.values())
+        longest_first = sorted((token.content for token in controls.values()), key=len, reverse=True)
+        self._literal = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._matcher = _matcher(backend, controls.values())
 
     def spans(self, text: str) -> list[Span]:
@@ -160,11 +161,6 @@ def _is_control(token: AddedToken, template: str) -> bool:
     # Without its letters and spaces something must be left: "user" in a template is a word.
     has_sign = re.search(r"[^\w\s]", token.content) is not None
     return has_sign and token.content in template
-
-
-def _any_of(contents: Iterable[str]) -> re.Pattern[str]:
-    longest_first = sorted(contents, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
 def _matcher(backend: Tokenizer, controls: Iterable[AddedToken]) -> Tokenizer | None:

@@ -28,19 +28,15 @@ class Vocabulary:
         return self._backend.id_to_token(token_id) or ""
 
 
-def _alphabet() -> dict[str, int]:
-    """Maps printable bytes to themselves and the others to the characters from U+0100 on (GPT-2 `bytes_to_unicode`)."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
 class ByteLevel:
     """The decoding of a tokenizer whose decoder is ByteLevel."""
 
     def __init__(self, backend: Tokenizer) -> None:
         self.vocabulary = Vocabulary(backend)
-        self._bytes = _alphabet()
+        # Maps printable bytes to themselves and the others to the characters from U+0100 on (GPT-2 `bytes_to_unicode`).
+        printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+        others = [byte for byte in range(256) if byte not in printable]
+        self._bytes = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
         self._data: dict[int, bytes] = {}
 
     def data(self, token_id: int) -> bytes:

@@ -48,7 +48,12 @@ def _convert(link: Path, folder: Path, path: Path, prefixed: bool, digits: bool)
         if not prefixed:
             _without_prefix(tokenizer.backend_tokenizer)
         if digits:
-            _with_single_digits(tokenizer.backend_tokenizer)
+            from tokenizers import pre_tokenizers
+
+            own = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+            tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+                [pre_tokenizers.Digits(individual_digits=True), own]
+            )
         tokenizer.save_pretrained(folder)
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
@@ -66,10 +71,3 @@ def _without_prefix(backend: Backend) -> None:
         backend.pre_tokenizer.prepend_scheme = "never"
         # LlamaTokenizer's decoder, less the step that takes a space from the beginning of a text.
         backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
-
-
-def _with_single_digits(backend: Backend) -> None:
-    from tokenizers import pre_tokenizers
-
-    own = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), own])

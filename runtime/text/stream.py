@@ -73,7 +73,14 @@ class TextStream:
         When the text has ended it is all that is left, and the pieces taken are `text` together.
         """
         fresh = "".join(self._fresh)
-        end = len(fresh) if self._ended else len(fresh) - self._held(fresh)
+        # Length of the longest end of `text` with which a stop string begins.
+        lengths = (
+            length
+            for stop in self._stops
+            for length in range(min(len(stop) - 1, len(fresh)), 0, -1)
+            if fresh.endswith(stop[:length])
+        )
+        end = len(fresh) if self._ended else len(fresh) - max(lengths, default=0)
         self._fresh = [fresh[end:]]
         return fresh[:end]
 
@@ -104,13 +111,3 @@ class TextStream:
         text, self.after = whole[:end], whole[end:]
         self._settled, self._fresh = [text], [text[taken:]]
         self._ended = self.stopped = True
-
-    def _held(self, text: str) -> int:
-        """Length of the longest end of `text` with which a stop string begins."""
-        lengths = (
-            length
-            for stop in self._stops
-            for length in range(min(len(stop) - 1, len(text)), 0, -1)
-            if text.endswith(stop[:length])
-        )
-        return max(lengths, default=0)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Self
 
 from tokenizers import Tokenizer as Backend
 
+from ..settings.budgets import ENCODED_NBYTES, TEXT_NBYTES_PER_TOKEN
 from ..settings.errors import PromptError, TokenizerError
 from .chat_stream import ChatStream, Harmony, StreamOptions, find_format, open_stream
 from .control_tokens import ControlTokens, Marks, Piece, PlainText, bounded_encoding, check_text
@@ -22,8 +23,6 @@ from .messages import Message
 from .stream import TextStream
 from .template import ChatTemplate
 
-# Characters for each token of the context beyond which a text is counted before it is encoded.
-_LONG = 8
 # What one piece is, and the tokens by which two pieces may differ from the text that they are cut from.
 _PIECE_CHARS, _CUT_TOKENS = 16 << 10, 64
 
@@ -93,11 +92,12 @@ class Tokenizer:
     def at_least(self, texts: Iterable[str], most: int) -> int:
         """How many tokens a prompt of `texts` has at least, counted up to somewhat more than `most`; 0 for a short one.
 
-        In pieces, and no further: encoding takes two hundred times the bytes of a text. A piece may begin inside a
-        word, so that there are a few tokens more than in the whole.
+        In pieces, and no further: encoding takes hundreds of times the bytes of a text (`encoder_nbytes`). A piece may
+        begin inside a word, so that there are a few tokens more than in the whole. Raises `PromptError` for texts that
+        have far more bytes than `most` tokens have anywhere.
         """
         texts = list(texts)
-        if sum(map(len, texts)) <= _LONG * most:
+        if (nbytes := sum(len(text.encode(errors="replace")) for text in texts)) <= ENCODED_NBYTES:
             return 0
         count = 0
         for text in texts:
@@ -105,6 +105,11 @@ class Tokenizer:
                 count += len(self._encoder.prompt(text[begin : begin + _PIECE_CHARS])) - _CUT_TOKENS
                 if count > most:
                     return count
+        if nbytes > TEXT_NBYTES_PER_TOKEN * most:
+            raise PromptError(
+                f"the prompt has {nbytes} bytes and at least {max(0, count)} tokens; at most {TEXT_NBYTES_PER_TOKEN} "
+                f"bytes for each of {most} tokens are encoded; shorten its longest repetitions or runs of blanks"
+            )
         return max(0, count)
 
     def encode_verbatim(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from typer import Context
 from typer.main import get_command
 
+from moedge import generation
 from moedge.cli.main import app
 from moedge.cli.options import configured_command
 from moedge.cli.options.configured_command import ConfigError, configured_commands, read_entries
 from moedge.cli.views import job_view
 from moedge.offload.store import stores
-from moedge.runtime.api import single_prompt
 from moedge.runtime.jobs.request import BatchRequest
 from moedge.runtime.settings import computing
 
@@ -432,7 +432,7 @@ def test_run_takes_what_stands(
     places: Places, cli: Cli, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(single_prompt, "answer", lambda *arguments: seen.append(arguments) or ["hello"])
+    monkeypatch.setattr(generation, "answer", lambda *arguments: seen.append(arguments) or ["hello"])
     places.project.write_text('[run]\nmax-tokens = 9\nkv = "int8"\n')
     assert cli("run", files("moedge.demo") / "model", "hi") == 0
     _, _, wanted, _, asked = seen[0]

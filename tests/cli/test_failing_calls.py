@@ -94,7 +94,9 @@ def wrong(ended: Ended) -> str:
         return f"exit code {ended.code}"
     if "Traceback" in ended.said:
         return "a traceback"
-    return "no word of it" if ended.code and not ended.said.strip() else ""
+    # Of rows that failed, the file of errors says why; `-q` is silent.
+    silent = ended.code not in (ExitCode.OK, ExitCode.SOME_ROWS_FAILED) and not ended.said.strip()
+    return "no word of it" if silent else ""
 
 
 def tried(scenario: Scenario, call: str, every: int) -> Iterator[str]:
@@ -109,11 +111,13 @@ def tried(scenario: Scenario, call: str, every: int) -> Iterator[str]:
         scenario.reset()
         ended = scenario.commands.run(scenario.command, Fault(call, last, number, str(scenario.work)))
         codes[ended.code] += 1
-        if fault := wrong(ended):
-            yield f"{what}: {fault}: {ended.said[-1500:]}"
+        faults = [f"{what}: {fault}: {ended.said[-1500:]}"] if (fault := wrong(ended)) else []
         again = scenario.commands.run(scenario.command)
         if again.code != 0 or scenario.found() != reference:
-            yield f"{what}: then exit code {again.code}: {again.said[-500:]}"
+            faults += [f"{what}: exit code {ended.code}, then {again.code}: {ended.said[-500:]}{again.said[-500:]}"]
+        # Now and not at the end: a run of every k takes long.
+        print(*faults, sep="\n", end="", flush=True)
+        yield from faults
     print(f"{call}: {sum(codes.values())} of {count} calls failed, exit codes {dict(codes)}")
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from moedge import generation
 from moedge.cli.views import job_view
 from moedge.offload.store import stores
-from moedge.runtime.api import single_prompt
 from moedge.runtime.loading import prepare as making
 from moedge.runtime.loading.prepare import Written
 
@@ -39,7 +39,7 @@ def test_run_asks_for_what_was_typed(
     flag: str, checkpoint: Callable[[str], Path], cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(single_prompt, "answer", lambda model, prompt, *rest: seen.append(rest) or ["hello"])
+    monkeypatch.setattr(generation, "answer", lambda model, prompt, *rest: seen.append(rest) or ["hello"])
     value, arrived, wanted = RUN[flag]
     assert cli("run", checkpoint("llama"), "hi") == 0
     assert cli("run", checkpoint("llama"), "hi", *typed(flag, value)) == 0

@@ -13,7 +13,7 @@ import pytest
 
 from moedge.offload.machine.hardware import GpuInfo, Hardware
 from moedge.offload.machine.profile import Disk, DiskRead, Link, Machine, save_machine
-from moedge.runtime.api.plan_report import LETTERS
+from moedge.plan_report import LETTERS
 from moedge.runtime.jobs import job_plan
 from moedge.runtime.plan import memory_ledger
 from moedge.runtime.plan.plan_file import last_runs

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from moedge import plan_report
 from moedge.apps.doctor import examination
 from moedge.apps.doctor.examination import Examination
 from moedge.apps.doctor.finding import fail
@@ -28,7 +29,6 @@ from moedge.cli import check as cli_check
 from moedge.cli.views import jobs_view, progress
 from moedge.offload.machine.hardware import Driver
 from moedge.offload.machine.profile import PinLimit, save_machine
-from moedge.runtime.api import plan_report
 from moedge.runtime.evaluation.check import CheckReport
 from moedge.runtime.evaluation.parts import Part
 from moedge.runtime.jobs import job as states

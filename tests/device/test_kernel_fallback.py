@@ -203,7 +203,7 @@ def question(shape: Any, settings: Settings, job: Any, gpu: Gpu) -> PlanRequest:
 def test_reasons_are_in_the_document_of_a_plan_and_a_saved_plan_wants_its_kernels(
     case: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from moedge.runtime.api.plan_report import PlanReport
+    from moedge.plan_report import PlanReport
 
     tiny = case("qwen3_moe")
     whole = question(tiny.source.shape, tiny.settings, JOB, Gpu(AMPERE, 28))
@@ -237,7 +237,7 @@ def test_reasons_are_in_the_document_of_a_plan_and_a_saved_plan_wants_its_kernel
 def test_bfloat16_is_left_where_it_is_slow_unless_it_is_asked_for(
     capability: tuple[int, int], wanted: str, dtype: str, note: str, case: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from moedge.runtime.api.plan_report import PlanReport
+    from moedge.plan_report import PlanReport
 
     tiny = case("qwen3_moe")
     shape = replace(tiny.source.shape, dtype="bf16")

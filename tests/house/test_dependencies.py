@@ -1,13 +1,22 @@
 """Product code imports every dependency that pyproject.toml declares, so that an install brings nothing unused."""
 
 import ast
+import importlib.metadata
+import re
 import tomllib
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 
 # Packages whose module has another name.
 MODULES = {"python_pptx": "pptx", "beautifulsoup4": "bs4", "pyyaml": "yaml"}
+# Releases with a known hole in what is used, and the advisory; fixed in the next release.
+HOLES = {
+    "jinja2": ("3.1.5", "CVE-2025-27516"), "lxml": ("6.0.4", "CVE-2026-41066"),
+    "starlette": ("1.3.0", "CVE-2026-54283"),
+    "h11": ("0.14.0", "CVE-2025-43859"), "python-multipart": ("0.0.29", "CVE-2026-53539"),
+}  # fmt: skip
 ROOT = Path(__file__).parents[2]
 FLOORS = ("quant", "offload", "moe", "runtime", "apps", "cli", "api")
 
@@ -59,3 +68,21 @@ def test_an_unused_dependency_is_noticed() -> None:
     )
     assert modules == {"numpy", "huggingface_hub", "rich"}
     assert unused(["numpy>=1", "Jinja2>=3", "huggingface-hub", "pytest"], modules) == ["jinja2", "pytest"]
+
+
+@pytest.mark.parametrize("name", HOLES)
+def test_no_release_with_a_known_hole_may_be_installed(name: str) -> None:
+    """The floor is in pyproject.toml with its advisory, in the oldest environment, and in force here."""
+    release, advisory = HOLES[name]
+    text = (ROOT / "pyproject.toml").read_text()
+    lines = [line for line in re.findall(r'"([^"\n]+)"', text) if re.match(rf"{name}\b[^\[]*[<>=]", line)]
+    found = [Requirement(line) for line in lines]
+    assert found
+    assert not any(each.specifier.contains(release) for each in found)
+    beside = text[: text.index(lines[0])].splitlines()[-4:]
+    assert advisory in " ".join(line for line in beside if line.strip().startswith("#")), (
+        "the comment names the advisory"
+    )
+    pinned = (ROOT / "tests" / "matrix" / "oldest.txt").read_text()
+    assert not re.search(rf"^{name}==", pinned, re.MULTILINE)
+    assert all(each.specifier.contains(importlib.metadata.version(name)) for each in found)

@@ -205,15 +205,44 @@ def test_a_page_outside_the_index_and_a_broken_link_are_noticed(tmp_path: Path) 
     assert words("| a | `b` | - | 1.5 % |") == 3
 
 
+NAMED = re.compile(r"`(?:tests/)?((?:\w+/)+test_\w+\.py)(?:::(\w+))?`")
+
+
+def unnamed(section: str) -> list[str]:
+    """Sentences of a section, in paragraphs and lists, that name no test."""
+    paragraphs = re.split(r"\n\n|\n(?=- )", section)
+    sentences = [each for text in paragraphs for each in re.split(r"(?<=\.)\s+", " ".join(text.split()))]
+    return [each for each in sentences if each and not any(test for _, test in NAMED.findall(each))]
+
+
+def not_there(text: str) -> list[str]:
+    """Tests that a text names and pytest would not collect."""
+    root, missing = Path(__file__).parents[2], []
+    for file, test in NAMED.findall(text):
+        path = root / "tests" / file
+        body = ast.parse(path.read_text()).body if path.is_file() else []
+        collected = [node.name for node in body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+        if not collected or (test and test not in collected):
+            missing.append(f"{file}::{test}")
+    return missing
+
+
+def test_every_sentence_of_what_is_refused_names_its_test() -> None:
+    text = (DOCS.parent / "SECURITY.md").read_text()
+    section = text.partition("\n## What is refused\n")[2].partition("\n## ")[0]
+    assert len(NAMED.findall(section)) > 40
+    assert unnamed(section) == []
+
+
+def test_a_promise_without_a_test_or_with_one_that_is_gone_is_noticed() -> None:
+    section = "- **A.** No file is read (`house/test_docs.py::test_x`). No socket is.\n- So is\n  none (`a/test_b.py`)."
+    assert unnamed(section) == ["No socket is.", "- So is none (`a/test_b.py`)."]
+    assert not_there(section) == ["house/test_docs.py::test_x", "a/test_b.py::"]
+
+
 def test_every_test_that_stands_for_a_promise_is_there() -> None:
     """In SECURITY.md, with paths from `tests/`, and in the list of faults, where the second of a file may be short."""
     root = Path(__file__).parents[2]
     text = (root / "SECURITY.md").read_text() + (root / "docs" / "dev" / "faults.md").read_text()
-    named = re.findall(r"`(?:tests/)?((?:\w+/)+test_\w+\.py)(?:::(\w+))?`", text)
-    assert len(named) > 30
-    missing = []
-    for file, test in named:
-        path = root / "tests" / file
-        if not path.is_file() or (test and f"def {test}(" not in path.read_text()):
-            missing.append(f"{file}::{test}")
-    assert not missing
+    assert len(NAMED.findall(text)) > 30
+    assert not_there(text) == []

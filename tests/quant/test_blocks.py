@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from moedge.quant.native import library
-from moedge.quant.native.calls import dequantize_blocks
+from moedge.quant.native.calls import dequantize_blocks, look_up
 from moedge.quant.native.library import ENUMS
 
-KINDS = sorted(kind.upper() for kind in ENUMS["block_type"])
+KINDS = sorted(kind.upper() for kind in ENUMS["block_type"] if kind != "byte")
 
 
 def meant(blocks: np.ndarray, kind: str) -> np.ndarray:
@@ -34,3 +34,17 @@ def test_floats_are_those_of_the_gguf_package(kind: str, count: int) -> None:
 
 def test_other_types_are_left_to_the_gguf_package() -> None:
     assert dequantize_blocks(torch.zeros(1, 66, dtype=torch.uint8), "IQ2_XXS", 256) is None
+
+
+@pytest.mark.parametrize("numbers", [16, 256])
+@pytest.mark.parametrize("columns", [1, 37, 2880])
+def test_bytes_mean_the_numbers_of_a_table(columns: int, numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the library and without it, where rows lie apart, too; NaN is a number like others."""
+    generator = torch.Generator().manual_seed(columns)
+    table = torch.randn(numbers, generator=generator)
+    table[3] = torch.nan
+    codes = torch.randint(numbers, (5, 2 * columns), dtype=torch.uint8, generator=generator)[:, :columns]
+    wanted = table[codes.long()]
+    torch.testing.assert_close(look_up(codes, table), wanted, rtol=0, atol=0, equal_nan=True)
+    monkeypatch.setattr(library, "_refusals", ["a test wants torch's numbers"])
+    torch.testing.assert_close(look_up(codes, table), wanted, rtol=0, atol=0, equal_nan=True)

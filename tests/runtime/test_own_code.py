@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moedge.runtime.api.plan_report import plan
+from moedge.plan_report import plan
 from moedge.runtime.settings.errors import UnsupportedModel
 from moedge.runtime.shape.config import ModelConfig
 from moedge.runtime.shape.read import read_shape

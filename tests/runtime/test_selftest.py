@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from moedge.completion import SamplingParams
+from moedge.llm import LLM
 from moedge.quant.matmul import tiled
 from moedge.quant.matmul.selftest import Wrong
 from moedge.quant.native import library
 from moedge.quant.tensor import PackedTensor
-from moedge.runtime.api.llm import LLM
-from moedge.runtime.api.sampling_params import SamplingParams
 from moedge.runtime.loading import selftest
 from moedge.runtime.plan.placement import Plan, Workload
 from moedge.runtime.plan.planner import make_plan

@@ -97,8 +97,8 @@ def serve() -> None:
     import torch
     import transformers.modeling_utils
 
+    import moedge.batch
     import moedge.cli.main
-    import moedge.runtime.api.batch
 
     assert moedge.cli.main
     assert torch

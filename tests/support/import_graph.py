@@ -6,13 +6,16 @@ from functools import cached_property
 from pathlib import Path
 
 Edges = Mapping[str, set[str]]
+# The files of api that hand on names of every floor when they are asked for, or begin a command: nothing imports them.
+DOORS = {"api", "api.__main__", "api.ray"}
 
 
 class ImportGraph:
     """`files` maps a module ("runtime.plan.planner") to the modules it imports; `folders` does the same for folders.
 
-    A folder is the files directly in it: `quant` and `quant.kernels` are two. `api` is the package moedge itself, so
-    its relative imports begin at the root.
+    A folder is the files directly in it: `quant` and `quant.kernels` are two. The files of `api` are those of the
+    package moedge itself: `moedge.llm` is `api.llm`. Its DOORS are a folder of their own, `moedge`. Where an
+    application imports a public name from `moedge` there is no edge: which module has it is known when it is used.
     """
 
     def __init__(self, root: Path, floors: tuple[str, ...]) -> None:
@@ -28,23 +31,29 @@ class ImportGraph:
         return edges
 
     def folder(self, module: str) -> str:
+        if module in DOORS:
+            return "moedge"
         return module if self.paths[module].name == "__init__.py" else module.rpartition(".")[0]
 
     def _imports(self, module: str) -> Iterator[str]:
-        package = [part for part in self.folder(module).split(".") if part != "api" or module.startswith("runtime.")]
+        package = module if self.paths[module].name == "__init__.py" else module.rpartition(".")[0]
+        parents = [] if package == "api" else package.split(".")
         for node in ast.walk(ast.parse(self.paths[module].read_text())):
             if isinstance(node, ast.ImportFrom):
-                absolute = (node.module or "").removeprefix("moedge").strip(".").split(".")
-                base = package[: len(package) - node.level + 1] + (node.module or "").split(".") * bool(node.module)
-                parts = base if node.level else absolute
-                candidates = [".".join([*parts, alias.name]) for alias in node.names]
-                yield from (name if name in self.paths else ".".join(parts) for name in candidates if self._ours(parts))
+                named = [] if node.module is None else node.module.split(".")
+                base = parents[: len(parents) - node.level + 1] if node.level else []
+                parts = [*base, *named[not node.level and named[:1] == ["moedge"] :]]
+                found = [self._ours([*parts, alias.name]) for alias in node.names]
+                door = None if module.startswith("apps.") else "api"
+                ours = self._ours(parts) if parts else door
+                yield from filter(None, (each or ours for each in found))
             elif isinstance(node, ast.Import):
-                names = [alias.name.removeprefix("moedge.") for alias in node.names]
-                yield from (name for name in names if name in self.paths)
+                yield from filter(None, (self._ours(alias.name.split(".")[1:]) for alias in node.names))
 
-    def _ours(self, parts: list[str]) -> bool:
-        return ".".join(parts) in self.paths
+    def _ours(self, parts: list[str]) -> str | None:
+        """The module of the product that `parts` behind `moedge` name."""
+        name = ".".join(parts)
+        return next((each for each in (name, f"api.{name}") if each in self.paths), None)
 
 
 def circles(edges: Edges) -> list[set[str]]:

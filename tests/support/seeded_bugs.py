@@ -349,7 +349,8 @@ def _exchange(original: ModuleType, changed: ModuleType) -> Iterator[Callable[[]
     """Puts functions and methods of `changed` where those of `original` are used; what takes each of them back."""
     for name, mine in vars(original).items():
         theirs = vars(changed).get(name)
-        if getattr(mine, "__module__", "") != original.__name__ or theirs is None:
+        # A kernel of Triton has its function inside, and in some releases no module of its own.
+        if getattr(getattr(mine, "fn", mine), "__module__", "") != original.__name__ or theirs is None:
             continue
         if isinstance(mine, type):
             for method, value in vars(theirs).items():

@@ -37,7 +37,18 @@ def read_pdf(data: bytes, languages: str | None, progress: Progress) -> Content:
         notes = (f"{len(scans)} of {len(pages)} pages read by Tesseract",)
     elif scans and len(scans) < len(pages):
         notes = (f"{len(scans)} of {len(pages)} pages have no text (pages {_listed(scans)})",)
-    content = Content("pdf", tuple(pages), paged=True, front_matter=_facts(document), notes=notes)
+    found = document.get_metadata_dict(skip_empty=True)
+    content = Content(
+        "pdf",
+        tuple(pages),
+        paged=True,
+        front_matter={
+            name.lower(): clean(str(found[name]))
+            for name in ("Title", "Author", "Subject", "Keywords")
+            if name in found
+        },
+        notes=notes,
+    )
     if content.blank:
         raise ReadFailure(ReadCode.NO_TEXT, _scan(len(pages), binary))
     return content
@@ -68,13 +79,6 @@ def _open(pypdfium2: Any, data: bytes) -> Any:
 def _text(page: Any) -> str:
     text = page.get_textpage().get_text_bounded()
     return clean(_HYPHEN.sub("", text))
-
-
-def _facts(document: Any) -> dict[str, Any]:
-    found = document.get_metadata_dict(skip_empty=True)
-    return {
-        name.lower(): clean(str(found[name])) for name in ("Title", "Author", "Subject", "Keywords") if name in found
-    }
 
 
 def _scan(num_pages: int, binary: str | None) -> str:

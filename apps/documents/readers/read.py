@@ -8,7 +8,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from ....runtime.api.face import errors
+from ....face import errors
 from .content import Content, ReadCode, ReadFailure, clean
 from .detection import detect
 from .office import read_docx, read_pptx, read_xlsx

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ....runtime.api.face import pack, read_body, shut_in, unpack
+from ....face import pack, read_body, shut_in, unpack
 from .content import WAITING, ReadCode, ReadFailure
 from .pdf import tesseract
 from .read import OwnReader, load_own, read

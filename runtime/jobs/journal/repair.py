@@ -74,11 +74,7 @@ def _write(new: AtomicFile, payloads: Iterator[bytes]) -> None:
     crc = 0
     for payload in payloads:
         # Offsets of the old file mean nothing in the new one, which is on disk as a whole.
-        line = frame(_unsynced(payload), crc)
+        head, _, rest = payload.partition(b'"synced":')
+        line = frame(head + b'"synced":0' + rest.lstrip(b"0123456789"), crc)
         new.write(line)
         crc = printed_crc(line) or 0
-
-
-def _unsynced(payload: bytes) -> bytes:
-    head, _, rest = payload.partition(b'"synced":')
-    return head + b'"synced":0' + rest.lstrip(b"0123456789")

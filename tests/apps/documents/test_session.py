@@ -23,6 +23,7 @@ import jsonschema
 import pyarrow.parquet
 import pytest
 
+from moedge import plan_report
 from moedge.apps.documents import view as documents_view
 from moedge.apps.documents.reader_process import ReaderProcess
 from moedge.apps.documents.readers.content import Content
@@ -32,7 +33,6 @@ from moedge.apps.reports.job_report import JobReport
 from moedge.apps.reports.page import page
 from moedge.offload.machine.hardware import Driver
 from moedge.offload.machine.profile import save_machine
-from moedge.runtime.api import plan_report
 from moedge.runtime.engine.sequence import FinishReason, Sequence
 from moedge.runtime.jobs import encode, job_plan, lifecycle
 from moedge.runtime.jobs import job as states

@@ -1,5 +1,6 @@
 """Requests of megabytes to a server in this process: each is answered 400, in little memory, while others go on."""
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +11,8 @@ import openai
 import pytest
 from openai import OpenAI
 
+from moedge.apps.serve.app import Turns
+from moedge.apps.serve.errors import ApiError
 from moedge.apps.serve.limits import Limits
 from moedge.apps.serve.server import ServerSettings, open_server
 
@@ -61,6 +64,30 @@ def test_long_prompts_at_once_are_refused_in_little_memory(client: OpenAI) -> No
     assert openai.BadRequestError in found
     # 12 bodies, at both ends of the connection, and what they are parsed to; each took 1.4 GiB.
     assert status("VmHWM") - before < 1 << 30
+
+
+@pytest.mark.parametrize(("bodies", "nbytes", "refused"), [(200, 64 << 10, 0), (60, 15 << 19, 58), (1, 64 << 20, 0)])
+def test_what_waits_to_be_tokenized_is_bounded(bodies: int, nbytes: int, refused: int) -> None:
+    """200 streams of short prompts wait; of sixty prompts of 7.5 MiB, which held up everybody, two do."""
+    turns, alone, found = Turns(Limits().waiting_nbytes), [0], list[ApiError]()
+
+    async def read() -> None:
+        try:
+            async with turns.take(nbytes):
+                alone[0] += 1
+                assert alone[0] == 1
+                await asyncio.sleep(0)
+                alone[0] -= 1
+        except ApiError as error:
+            found.append(error)
+
+    async def all_at_once() -> None:
+        await asyncio.gather(*(read() for _ in range(bodies)))
+        await read()
+
+    asyncio.run(all_at_once())
+    assert len(found) == refused
+    assert {(each.status, each.headers["retry-after"]) for each in found} <= {(429, "1")}
 
 
 @pytest.mark.parametrize("schema", [

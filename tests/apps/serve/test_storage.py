@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from moedge.apps.serve.app import Service, make_app
+from moedge.apps.serve.app import Service, Turns, make_app
 from moedge.apps.serve.batches import BatchQueue, BatchSettings
 from moedge.apps.serve.files import FileStore
 from moedge.apps.serve.limits import Limits
@@ -38,7 +38,7 @@ class Server:
         self.files = FileStore(folder, limits)
         self.batches = BatchQueue(folder, self.files, engine, BatchSettings("model"), limits)
         unused: Any = None
-        self.app = make_app(Service("model", 0, unused, engine, unused, self.files, self.batches, limits))
+        self.app = make_app(Service("model", 0, unused, engine, unused, self.files, self.batches, limits, Turns(1)))
 
     def ask(self, method: str, path: str, body: Any = None) -> Answer:
         return self.send(method, path, b"" if body is None else json.dumps(body).encode(), "application/json")

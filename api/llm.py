@@ -8,28 +8,27 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, Unpack, cast
 
-from ...offload.memory import Heap
-from ..jobs.encode import RowEncoder, SpeedOrder
-from ..jobs.run import OpenRow, completion_of
-from ..jobs.summary import RunSummary
-from ..loading.engine_loader import LoadedModel
-from ..plan.memory_ledger import MemoryLedger
-from ..plan.placement import Plan
-from ..plan.planner import SearchSpace
-from ..rows.failure import InvalidRow, RowFailure
-from ..rows.row import Defaults, Endpoint
-from ..rows.row_formats import RowBuilder, RowPosition, line_id
-from ..sampling.model_defaults import model_defaults
-from ..sampling.params import FinishReason
-from ..settings.errors import BadArgument, EngineUnavailable, PromptError, shown
-from ..settings.option import check, with_options
-from ..settings.options import BatchOptions, JobOptions, LLMOptions
-from ..text.tokenizer import Tokenizer
-from .batch import BatchProgress, batch_request, run_job
-from .generation import Generation, Request, progress_bar
-from .model import OpenModel, refuse_over_budget
-from .outputs import CompletionOutput, RequestOutput, logprobs_by_id
-from .sampling_params import SamplingParams
+from .batch import BatchProgress, batch_request, progress_bar, run_job
+from .completion import CompletionOutput, RequestOutput, SamplingParams, logprobs_by_id
+from .generation import Generation, Request
+from .offload.memory import Heap
+from .runtime.jobs.encode import RowEncoder, SpeedOrder
+from .runtime.jobs.lifecycle import OpenModel, refuse_over_budget
+from .runtime.jobs.run import OpenRow, completion_of
+from .runtime.jobs.summary import RunSummary
+from .runtime.loading.engine_loader import LoadedModel
+from .runtime.plan.memory_ledger import MemoryLedger
+from .runtime.plan.placement import Plan
+from .runtime.plan.planner import SearchSpace
+from .runtime.rows.failure import InvalidRow, RowFailure
+from .runtime.rows.row import Defaults, Endpoint
+from .runtime.rows.row_formats import RowBuilder, RowPosition, line_id
+from .runtime.sampling.model_defaults import model_defaults
+from .runtime.sampling.params import FinishReason
+from .runtime.settings.errors import BadArgument, EngineUnavailable, PromptError, shown
+from .runtime.settings.option import check, with_options
+from .runtime.settings.options import BatchOptions, JobOptions, LLMOptions
+from .runtime.text.tokenizer import Tokenizer
 
 TokenIds = Items[int]
 Prompt = str | TokenIds | Mapping[str, Any]

@@ -15,10 +15,10 @@ import pytest
 
 from moedge import LLM, run_batch, run_documents
 from moedge import plan as plan_of
+from moedge.batch import batch_request
 from moedge.cli import jobs
 from moedge.cli.batch import batch
 from moedge.cli.plan import plan
-from moedge.runtime.api.batch import batch_request
 from moedge.runtime.jobs.job import Running
 from moedge.runtime.settings.errors import BadArgument, JobMismatch, OverBudget
 from moedge.runtime.settings.option import options_of

@@ -1,25 +1,82 @@
-"""One prompt through a freshly loaded engine, as a stream of text."""
+"""Prompts on their way through an engine: passes that end whole, finished answers, and text as it is generated; and
+`answer`, one prompt through an engine that is loaded for it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..engine.sequence import Sequence
-from ..jobs.encode import RowEncoder
-from ..jobs.run import AnswerText
-from ..plan.placement import Workload
-from ..sampling.model_defaults import model_defaults
-from ..sampling.params import SamplingParams
-from ..settings.budgets import Budgets
-from ..settings.errors import DoesNotFit
-from ..settings.settings import Settings
-from ..text.chat_stream import StreamOptions
-from ..text.tokenizer import Tokenizer
-from .generation import Generation
-from .model import OpenModel
+from .runtime.engine.engine import Engine
+from .runtime.engine.sequence import Sequence
+from .runtime.jobs.encode import Choices, RowEncoder
+from .runtime.jobs.lifecycle import OpenModel
+from .runtime.jobs.run import AnswerText, OpenRow
+from .runtime.jobs.stop import DeferredInterrupt
+from .runtime.plan.placement import Workload
+from .runtime.rows.row import Row
+from .runtime.sampling.model_defaults import model_defaults
+from .runtime.sampling.params import SamplingParams
+from .runtime.settings.budgets import Budgets
+from .runtime.settings.errors import DoesNotFit
+from .runtime.settings.settings import Settings
+from .runtime.text.chat_stream import StreamOptions
+from .runtime.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt that was checked: its row, and the token ids and settings of each of its answers."""
+
+    row: Row
+    choices: Choices
+    prompt: str | None
+
+
+class Generation:
+    """The prompts of one call."""
+
+    def __init__(self, engine: Engine, encoder: RowEncoder) -> None:
+        self._engine = engine
+        self._encoder = encoder
+
+    def passes(self, requests: Iterable[Request]) -> Iterator[list[OpenRow]]:
+        """Runs `requests`, in their order, as memory allows; yields after every pass what it finished."""
+        engine, waiting = self._engine, iter(requests)
+        open_rows: dict[Sequence, OpenRow] = {}
+        while True:
+            while engine.scheduler.has_capacity and (request := next(waiting, None)) is not None:
+                opened = OpenRow.start(request.row, request.choices, self._encoder)
+                open_rows |= dict.fromkeys(opened.sequences, opened)
+                for sequence in opened.first:
+                    engine.add(sequence)
+            if not engine.busy:
+                return
+            finished = []
+            for sequence in self.step():
+                opened = open_rows.pop(sequence)
+                opened.num_open -= 1
+                if not opened.num_open:
+                    finished.append(opened)
+            yield finished
+
+    def text(self, sequence: Sequence, text: AnswerText) -> Iterator[str]:
+        """The text of one sequence, a piece per pass; pieces do not change any more."""
+        self._engine.add(sequence)
+        while self._engine.busy:
+            self.step()
+            if piece := text.take():
+                yield piece
+        text.finish()
+        if piece := text.take():
+            yield piece
+
+    def step(self) -> list[Sequence]:
+        with DeferredInterrupt():
+            return self._engine.step()
+
 
 DEFAULT_MAX_TOKENS = 512
 

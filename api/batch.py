@@ -1,32 +1,40 @@
-"""`run_batch`: the job behind `moedge batch`, and the walk through its states that both of them take.
+"""`run_batch`: the job behind `moedge batch`, the walk through its states that both of them take, and series of jobs on
+an engine, or a cluster, that stays loaded between them.
 
 Torch-free until the input is checked: what is refused is refused before torch is imported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Unpack
+from typing import TYPE_CHECKING, Protocol, Self, Unpack, cast
 
-from ...offload.memory import reset_host_peak
-from ..jobs.answer_stream import STDOUT
-from ..jobs.request import BatchRequest, ResumeOptions, cluster_request
-from ..jobs.session import Checked, Ended
-from ..sampling.model_defaults import unset_names
-from ..settings.applications import hooks
-from ..settings.errors import BadArgument, SettingError
-from ..settings.option import check, with_options
-from ..settings.options import BatchOptions
-from ..settings.stages import stage
-from .options import budgets_of, experts_of, input_format_of, limits_of, row_defaults_of, settings_of
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from .offload.memory import reset_host_peak
+from .runtime.jobs.answer_stream import STDOUT
+from .runtime.jobs.folder import JobFolder
+from .runtime.jobs.journal.state import JobState, read_state
+from .runtime.jobs.request import BatchRequest, identity, pin_settings, request_of
+from .runtime.jobs.session import Checked, Ended
+from .runtime.jobs.stop import DeferredInterrupt, StopRule
+from .runtime.settings.applications import hooks
+from .runtime.settings.errors import BadArgument, SettingError
+from .runtime.settings.option import check, with_options
+from .runtime.settings.options import BatchOptions
+from .runtime.settings.stages import stage
+from .runtime.source.model_source import ModelSource
 
 if TYPE_CHECKING:
-    from ..engine.engine import Metrics
-    from ..jobs.job import Executor, Measured, Planned, Running
-    from ..jobs.summary import RunSummary
-    from ..loading.engine_loader import LoadedModel
+    from .runtime.engine.engine import Metrics
+    from .runtime.jobs.job import Executor, Loaded, Measured, Planned, Running
+    from .runtime.jobs.summary import RunSummary
+    from .runtime.loading.engine_loader import LoadedModel
 
 
 class Cluster(Protocol):
@@ -93,7 +101,7 @@ def _load(checked: Checked, observer: JobObserver, resources: ExitStack) -> Exec
     refuse_unreachable(checked)
     _refuse_too_small(checked)
     with stage("importing torch"):
-        from ..jobs.job import Measured
+        from .runtime.jobs.job import Measured
     with stage("counting tokens"):
         measured = Measured.of(checked)
     observer.measured(measured)
@@ -110,7 +118,7 @@ def _refuse_too_small(checked: Checked) -> None:
     request = checked.request
     if checked.given is None and request.cluster is None and request.plan is None:
         # Imports numpy, without which rows are refused.
-        from ..jobs.job_plan import refuse_too_small
+        from .runtime.jobs.job_plan import refuse_too_small
 
         refuse_too_small(checked.source, checked.claim.settings, request.budgets)
 
@@ -150,12 +158,31 @@ def _passes(running: Running, observer: JobObserver) -> str | None:
     return None
 
 
+Advance = Callable[[int, "Metrics"], None]
+
+
+@contextmanager
+def progress_bar(total: int, wanted: bool, what: str = "prompts", done: int = 0) -> Iterator[Advance]:
+    """A bar on stderr, or nothing; to be called with how many of `what` a pass finished."""
+    if not wanted or not total:
+        yield lambda count, metrics: None
+        return
+    columns = BarColumn(), MofNCompleteColumn(), TextColumn(f"{what}  {{task.description}}"), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task, begun = progress.add_task("starting", total=total, completed=done), time.perf_counter()
+
+        def advance(count: int, metrics: Metrics) -> None:
+            seconds = time.perf_counter() - begun
+            tokens = f"{metrics.generated_tokens / seconds:,.1f} tok/s out, {metrics.prompt_tokens / seconds:,.1f} in"
+            progress.update(task, advance=count, description=tokens)
+
+        yield advance
+
+
 class BatchProgress(JobObserver):
     """A bar where it is wanted, and a stop after the pass in which Ctrl-C was pressed."""
 
     def __init__(self, wanted: bool) -> None:
-        from .generation import DeferredInterrupt
-
         self._wanted = wanted
         self._interrupt = DeferredInterrupt()
         self._advance: Callable[[int, Metrics], None] | None = None
@@ -168,8 +195,6 @@ class BatchProgress(JobObserver):
 
     @contextmanager
     def running(self, running: Running) -> Iterator[None]:
-        from .generation import progress_bar
-
         eta = running.eta()
         self._done = eta.done
         with progress_bar(eta.total, self._wanted, "rows", done=eta.done) as self._advance:
@@ -213,7 +238,7 @@ def run_batch(
     request = batch_request(model, input_file, output, **options)
     reset_host_peak()
     ended = run_job(request, BatchProgress(progress))
-    from .model import refuse_over_budget
+    from .runtime.jobs.lifecycle import refuse_over_budget
 
     refuse_over_budget(ended.over_budget, ended.summary)
     return ended.summary
@@ -229,29 +254,117 @@ def batch_request(
     return request_of(model, input_file, output, options)
 
 
-def request_of(
-    model: str | Path, input_file: str | Path, output: str | Path, options: Mapping[str, Any]
-) -> BatchRequest:
-    """The request that these of `BatchOptions` make, for `run_batch` and the command. Other names are ignored."""
-    drift, plan = options.get("accept_drift"), options.get("plan")
-    return BatchRequest(
-        model=str(model),
-        input=Path(input_file),
-        output=Path(output),
-        settings=settings_of(options),
-        defaults=row_defaults_of(options),
-        input_format=input_format_of(options),
-        unset=unset_names(options.get("temperature")),
-        budgets=budgets_of(options),
-        experts=experts_of(options),
-        limits=limits_of(options),
-        lenient=options.get("lenient", False),
-        csv_safe=options.get("csv_safe", False),
-        resume=ResumeOptions(
-            drift=(drift,) if isinstance(drift, str) else tuple(drift or ()),
-            overwrite=options.get("overwrite", False),
-            failed=options.get("failed", False),
-        ),
-        plan=None if plan is None else Path(plan),
-        cluster=cluster_request(options.get("ray"), options.get("ray_workers")),
-    )
+class JobSeries:
+    """A context, which frees the engine. What `request` says of settings, budgets and limits is for all jobs together.
+
+    `ended` are the jobs that were run.
+    """
+
+    def __init__(self, request: BatchRequest, observer: JobObserver) -> None:
+        self.ended: list[Ended] = []
+        self._request = request
+        self._observer = observer
+        self._held = ExitStack()
+        self._model: LoadedModel | None = None
+        self._cluster: Cluster | None = None
+        self._stop_rule = StopRule(request.limits)
+        self._rows_left = request.limits.max_rows
+
+    def refuse_too_small(self, source: ModelSource) -> None:
+        """Raises DoesNotFit where no row would fit. Workers have budgets of their own."""
+        if self._request.cluster is None:
+            from .runtime.jobs.job_plan import refuse_too_small
+
+            refuse_too_small(source, self._request.settings, self._request.budgets)
+
+    def open(self, request: BatchRequest, first: JobFolder | None) -> Checked:
+        """The next job, checked and claimed, under the settings that the `first` of all jobs has resolved.
+
+        Raises as `Checked.open`, and JobMismatch where the first was answered by another model, or otherwise.
+        """
+        state = first_state(first)
+        settings = request.settings if state is None else pin_settings(request.settings, state.opened)
+        limits = replace(request.limits, max_rows=self._rows_left)
+        opened = Checked.open(replace(request, settings=settings, limits=limits))
+        if state is not None:
+            facts = identity(opened.source, opened.request.defaults, opened.request.lenient)
+            accepted = self._request.resume.drift
+            try:
+                facts.refuse_other(state, self._request.settings, accepted, opened.paths, to_do=not opened.finished)
+            except BaseException:
+                opened.resources.close()
+                raise
+        return replace(opened, stop_rule=self._stop_rule)
+
+    def run(self, checked: Checked) -> str | None:
+        """Why the job stopped early; None where all of its rows have answers."""
+        with ExitStack() as resources:
+            resources.callback(checked.resources.close)
+            done = checked.claim.num_done
+            if checked.finished:
+                with self._observer.working():
+                    ended = checked.publish()
+            else:
+                loaded = self._load(checked)
+                if self._model is None and checked.request.cluster is None:
+                    # The first job of an engine stays open as long as the engine is in use.
+                    self._hold(cast("Loaded", loaded), resources.pop_all())
+                ended = run_loaded(loaded, self._observer)
+        self.ended.append(ended)
+        if self._rows_left is not None:
+            self._rows_left -= ended.session.journal.state.counts.rows - done
+            if self._rows_left <= 0 and ended.reason is None:
+                return f"--max-rows {self._request.limits.max_rows:,} reached"
+        return ended.reason
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._held.close()
+
+    def _hold(self, loaded: Loaded, resources: ExitStack) -> None:
+        self._held.push(resources)
+        planned, plan = loaded.planned, loaded.policy.plan
+        # Rows of later jobs may be as long as the cache allows.
+        longest = replace(planned.workload, longest=plan.kv_tokens)
+        from .runtime.jobs.job_plan import with_workload
+
+        self._model = replace(loaded.model, chosen=with_workload(planned.chosen, plan, longest))
+
+    def _load(self, checked: Checked) -> Executor:
+        """On the engine of the jobs before, unless this one has a longer row than it has memory for."""
+        observer, given = self._observer, self._model
+        observer.checked(checked)
+        if self._cluster is None:
+            refuse_unreachable(checked)
+        with stage("importing torch"):
+            from .runtime.jobs.job import Measured
+        measured = Measured.of(replace(checked, given=given))
+        observer.measured(measured)
+        if checked.request.cluster is not None:
+            return self._load_workers(measured)
+        if given is not None and not measured.size.longer_than(given.longest):
+            return measured.plan().load()
+        self._held.close()
+        self._model = None
+        planned = replace(measured, checked=checked).plan()
+        observer.planned(planned)
+        loaded = planned.load()
+        observer.loaded(loaded)
+        return loaded
+
+    def _load_workers(self, measured: Measured) -> Executor:
+        """On the workers of the jobs before; the first job starts them."""
+        if self._cluster is None:
+            self._cluster = self._held.enter_context(cluster_of(measured))
+        planned = self._cluster.plan(measured)
+        self._observer.planned(planned)
+        loaded = self._cluster.load(planned)
+        self._observer.loaded(loaded)
+        return loaded
+
+
+def first_state(first: JobFolder | None) -> JobState | None:
+    """What the journal of a job says, where it has begun."""
+    return read_state(first.journal) if first is not None and first.begun else None

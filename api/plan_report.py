@@ -14,21 +14,21 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...offload.budget import gib
-from ..jobs.job_plan import equal_rows, measured_job, plan_request, refuse_unknown_machine
-from ..plan.kernels import Kernels
-from ..plan.plan_file import by_budget, by_sequences, document, nearest, refusal, suggestions
-from ..plan.planner import PlanResult, solve
-from ..settings.errors import DoesNotFit, counted
-from ..settings.formatting import TIE, count, duration, escape_controls, fit, formats_line, kernel_lines
-from ..settings.option import check, with_options
-from ..settings.options import PlanOptions
-from ..source.headers import read_headers
-from .options import EQUAL_ROWS, budgets_of, input_format_of, row_defaults_of, settings_of
+from .offload.budget import gib
+from .runtime.jobs.job_plan import equal_rows, measured_job, plan_request, refuse_unknown_machine
+from .runtime.jobs.request import EQUAL_ROWS, budgets_of, input_format_of, row_defaults_of, settings_of
+from .runtime.plan.kernels import Kernels
+from .runtime.plan.plan_file import by_budget, by_sequences, document, nearest, refusal, suggestions
+from .runtime.plan.planner import PlanResult, solve
+from .runtime.settings.errors import DoesNotFit, counted
+from .runtime.settings.formatting import TIE, count, duration, escape_controls, fit, formats_line, kernel_lines
+from .runtime.settings.option import check, with_options
+from .runtime.settings.options import PlanOptions
+from .runtime.source.headers import read_headers
 
 if TYPE_CHECKING:
-    from ..jobs.encode import JobSize
-    from ..rows.preflight import Preflight
+    from .runtime.jobs.encode import JobSize
+    from .runtime.rows.preflight import Preflight
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -148,6 +148,7 @@ LETTERS = {
     "kept for the next pass": "*",
     "buffers of fused layers": "%",
     "loading": "!",
+    "tokenizing a prompt": "t",
     "KV cache": "#",
     "states of recurrent layers": "$",
     "parked blocks": "^",

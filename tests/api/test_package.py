@@ -11,7 +11,7 @@ import pytest
 
 import moedge
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 def python(code: str, folder: Path = ROOT, *arguments: str) -> str:
@@ -140,6 +140,6 @@ def test_a_wheel_has_every_module_and_the_types(tmp_path: Path) -> None:
         pytest.skip(f"no wheel can be built here: {made.stderr[-200:]}")
     [wheel] = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert {"moedge/__init__.py", "moedge/__main__.py", "moedge/py.typed", "moedge/runtime/api/llm.py"} <= names
+    assert {"moedge/__init__.py", "moedge/__main__.py", "moedge/py.typed", "moedge/llm.py"} <= names
     assert "moedge/demo/model/config.json" in names
     assert not any(name.startswith(("api/", "tests/")) for name in names)

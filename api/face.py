@@ -1,0 +1,427 @@
+"""What applications may use of the core: the names below, by what they are for. Importing this file loads no torch.
+
+An application (`apps/`) imports these names, those of `moedge` and, in its command, those of `cli/face.py`, and nothing
+else (tests/house/test_apps.py). A name is imported when it is used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .batch import BatchProgress, JobObserver, JobSeries, batch_request, first_state
+    from .offload.atomic_file import AtomicFile, own_name, write_atomically
+    from .offload.budget import GIB, auto_host, gib, parse_size
+    from .offload.device import Device, find_device
+    from .offload.errors import ExitCode, is_exhausted
+    from .offload.machine.hardware import (
+        Driver,
+        GpuState,
+        PcieLink,
+        find_driver,
+        find_gpu_states,
+        nearest_existing,
+        shows_gpu,
+    )
+    from .offload.machine.profile import SCHEMA, Disk, FlopRates, Link, Machine, PinLimit, saved_path
+    from .offload.memory import Heap, MemoryGroup, host_available, host_total, memory_groups, reset_host_peak
+    from .offload.store.stores import default_root, disk_of, stores
+    from .quant.formats.format import QUANT_FORMATS
+    from .runtime.calibration.machine_profile import machine_profile, measure_cache_reads, saved_profile
+    from .runtime.engine.engine import Engine, Metrics
+    from .runtime.jobs.folder import JobFolder, JobLock, is_locked, now_text
+    from .runtime.jobs.job import Measured, Planned, Running
+    from .runtime.jobs.journal.run_log import LoggedRun
+    from .runtime.jobs.journal.state import Counts, Suspicion
+    from .runtime.jobs.lifecycle import OpenModel, refuse_over_budget
+    from .runtime.jobs.outputs import OutputPaths, claim_output, file_sha256
+    from .runtime.jobs.request import BatchRequest, request_of
+    from .runtime.jobs.row_reader import RowReader
+    from .runtime.jobs.run import OpenRow, RowSource
+    from .runtime.jobs.session import CANCELLED, Checked, Ended, JobSession, lock_folder
+    from .runtime.jobs.status import (
+        WINDOW,
+        JobPhase,
+        JobStatus,
+        RoundsJob,
+        cancel,
+        export_now,
+        find_job,
+        find_rounds,
+        job_id_folders,
+        openai_batch,
+    )
+    from .runtime.jobs.stop import memory_kills
+    from .runtime.jobs.summary import RunSummary, Seconds, WorkerRun
+    from .runtime.jobs.table_files import is_table, schema_fields, write_table
+    from .runtime.jobs.totals import merge_summaries
+    from .runtime.jobs.worker import (
+        JobFacts,
+        LeasedRow,
+        LoadOrder,
+        LoadReport,
+        Worker,
+        WorkerInfo,
+        WorkReport,
+        same_everywhere,
+    )
+    from .runtime.loading.engine_loader import LoadedModel
+    from .runtime.loading.selftest import bitsandbytes_speed, cpu_kernels, gpu_kernels, product_error
+    from .runtime.plan.fallback import Fallback, FallbackPolicy
+    from .runtime.plan.memory_ledger import TierLedger
+    from .runtime.plan.plan_file import RunRecord, last_runs
+    from .runtime.plan.planner import PlanResult, reads_integers
+    from .runtime.rows.answer_formats import with_own
+    from .runtime.rows.columns import Template, read_schema, text_or_file
+    from .runtime.rows.failure import CONTINUE_CUT, ErrorCode, InvalidRow, RowFailure
+    from .runtime.rows.fields import MAX_STOP
+    from .runtime.rows.row import Endpoint, Row
+    from .runtime.rows.strict_json import parse_object
+    from .runtime.rows.tables import InputFormat
+    from .runtime.sampling.grammar import SchemaError, compile_schema
+    from .runtime.settings import errors, option, options
+    from .runtime.settings.computing import TorchBuild, dotted, find_torch, unusable_torch
+    from .runtime.settings.errors import counted
+    from .runtime.settings.formatting import clock, duration, escape_controls, formats_line, short_duration
+    from .runtime.settings.process import settle
+    from .runtime.settings.stages import stage, watching
+    from .runtime.source.model_source import ModelSource, open_source
+    from .runtime.text.confinement import lacking, shut_in
+    from .runtime.text.folder import has_chat_template
+    from .runtime.text.template import Child, pack, read_body, unpack
+    from .runtime.text.tokenizer import Tokenizer
+    from .runtime.weights.key_offsets import KeyOffsets
+
+
+_MODULES = {
+    # Jobs as they are on disk.
+    "Counts": ".runtime.jobs.journal.state",
+    "JobFolder": ".runtime.jobs.folder",
+    "JobLock": ".runtime.jobs.folder",
+    "JobPhase": ".runtime.jobs.status",
+    "JobStatus": ".runtime.jobs.status",
+    "LoggedRun": ".runtime.jobs.journal.run_log",
+    "OutputPaths": ".runtime.jobs.outputs",
+    "RoundsJob": ".runtime.jobs.status",
+    "WINDOW": ".runtime.jobs.status",
+    "cancel": ".runtime.jobs.status",
+    "claim_output": ".runtime.jobs.outputs",
+    "export_now": ".runtime.jobs.status",
+    "file_sha256": ".runtime.jobs.outputs",
+    "find_job": ".runtime.jobs.status",
+    "find_rounds": ".runtime.jobs.status",
+    "is_locked": ".runtime.jobs.folder",
+    "is_table": ".runtime.jobs.table_files",
+    "job_id_folders": ".runtime.jobs.status",
+    "now_text": ".runtime.jobs.folder",
+    "openai_batch": ".runtime.jobs.status",
+    "schema_fields": ".runtime.jobs.table_files",
+    "write_table": ".runtime.jobs.table_files",
+    # The machine: what it has, what is free, and what was measured of it.
+    "Device": ".offload.device",
+    "Disk": ".offload.machine.profile",
+    "Driver": ".offload.machine.hardware",
+    "FlopRates": ".offload.machine.profile",
+    "GpuState": ".offload.machine.hardware",
+    "Link": ".offload.machine.profile",
+    "Machine": ".offload.machine.profile",
+    "MemoryGroup": ".offload.memory",
+    "PcieLink": ".offload.machine.hardware",
+    "PinLimit": ".offload.machine.profile",
+    "SCHEMA": ".offload.machine.profile",
+    "auto_host": ".offload.budget",
+    "find_device": ".offload.device",
+    "find_driver": ".offload.machine.hardware",
+    "find_gpu_states": ".offload.machine.hardware",
+    "host_available": ".offload.memory",
+    "host_total": ".offload.memory",
+    "lacking": ".runtime.text.confinement",
+    "machine_profile": ".runtime.calibration.machine_profile",
+    "measure_cache_reads": ".runtime.calibration.machine_profile",
+    "memory_groups": ".offload.memory",
+    "nearest_existing": ".offload.machine.hardware",
+    "saved_path": ".offload.machine.profile",
+    "saved_profile": ".runtime.calibration.machine_profile",
+    "shows_gpu": ".offload.machine.hardware",
+    # What computes here: torch and the kernels, tried.
+    "QUANT_FORMATS": ".quant.formats.format",
+    "TorchBuild": ".runtime.settings.computing",
+    "bitsandbytes_speed": ".runtime.loading.selftest",
+    "cpu_kernels": ".runtime.loading.selftest",
+    "dotted": ".runtime.settings.computing",
+    "find_torch": ".runtime.settings.computing",
+    "gpu_kernels": ".runtime.loading.selftest",
+    "product_error": ".runtime.loading.selftest",
+    "reads_integers": ".runtime.plan.planner",
+    "unusable_torch": ".runtime.settings.computing",
+    # Prepared weights on disk, and how well past runs were predicted.
+    "RunRecord": ".runtime.plan.plan_file",
+    "default_root": ".offload.store.stores",
+    "disk_of": ".offload.store.stores",
+    "last_runs": ".runtime.plan.plan_file",
+    "stores": ".offload.store.stores",
+    # Options, as every command and function declares them: `option` is how, `options` are the kinds that several share.
+    "option": ".runtime.settings.option",
+    "options": ".runtime.settings.options",
+    "parse_size": ".offload.budget",
+    # Errors and exit codes: `errors` is the family.
+    "ExitCode": ".offload.errors",
+    "counted": ".runtime.settings.errors",
+    "errors": ".runtime.settings.errors",
+    "is_exhausted": ".offload.errors",
+    # Words and numbers as the command line writes them.
+    "GIB": ".offload.budget",
+    "clock": ".runtime.settings.formatting",
+    "duration": ".runtime.settings.formatting",
+    "escape_controls": ".runtime.settings.formatting",
+    "formats_line": ".runtime.settings.formatting",
+    "gib": ".offload.budget",
+    "short_duration": ".runtime.settings.formatting",
+    # A model by path or hub name, and the stages of slow work.
+    "MAX_STOP": ".runtime.rows.fields",
+    "ModelSource": ".runtime.source.model_source",
+    "Tokenizer": ".runtime.text.tokenizer",
+    "has_chat_template": ".runtime.text.folder",
+    "open_source": ".runtime.source.model_source",
+    "stage": ".runtime.settings.stages",
+    "watching": ".runtime.settings.stages",
+    # A job, by its states: rows to take, answers to give, rows to add.
+    "BatchProgress": ".batch",
+    "BatchRequest": ".runtime.jobs.request",
+    "CANCELLED": ".runtime.jobs.session",
+    "CONTINUE_CUT": ".runtime.rows.failure",
+    "Checked": ".runtime.jobs.session",
+    "Ended": ".runtime.jobs.session",
+    "ErrorCode": ".runtime.rows.failure",
+    "InputFormat": ".runtime.rows.tables",
+    "JobObserver": ".batch",
+    "JobSeries": ".batch",
+    "JobSession": ".runtime.jobs.session",
+    "KeyOffsets": ".runtime.weights.key_offsets",
+    "Measured": ".runtime.jobs.job",
+    "PlanResult": ".runtime.plan.planner",
+    "Planned": ".runtime.jobs.job",
+    "Row": ".runtime.rows.row",
+    "RowFailure": ".runtime.rows.failure",
+    "RowSource": ".runtime.jobs.run",
+    "Running": ".runtime.jobs.job",
+    "SchemaError": ".runtime.sampling.grammar",
+    "Suspicion": ".runtime.jobs.journal.state",
+    "Template": ".runtime.rows.columns",
+    "batch_request": ".batch",
+    "compile_schema": ".runtime.sampling.grammar",
+    "first_state": ".batch",
+    "lock_folder": ".runtime.jobs.session",
+    "read_schema": ".runtime.rows.columns",
+    "refuse_over_budget": ".runtime.jobs.lifecycle",
+    "request_of": ".runtime.jobs.request",
+    "text_or_file": ".runtime.rows.columns",
+    "with_own": ".runtime.rows.answer_formats",
+    # A loaded model: sequences to add, step and abort; rows to open and their answers.
+    "Endpoint": ".runtime.rows.row",
+    "Engine": ".runtime.engine.engine",
+    "Heap": ".offload.memory",
+    "InvalidRow": ".runtime.rows.failure",
+    "LoadedModel": ".runtime.loading.engine_loader",
+    "OpenModel": ".runtime.jobs.lifecycle",
+    "OpenRow": ".runtime.jobs.run",
+    "RowReader": ".runtime.jobs.row_reader",
+    "parse_object": ".runtime.rows.strict_json",
+    # Processes that are shut in, for what strangers wrote.
+    "Child": ".runtime.text.template",
+    "pack": ".runtime.text.template",
+    "read_body": ".runtime.text.template",
+    "reset_host_peak": ".offload.memory",
+    "shut_in": ".runtime.text.confinement",
+    "unpack": ".runtime.text.template",
+    # A worker: an engine elsewhere, which computes rows that a job leases to it.
+    "JobFacts": ".runtime.jobs.worker",
+    "LeasedRow": ".runtime.jobs.worker",
+    "LoadOrder": ".runtime.jobs.worker",
+    "LoadReport": ".runtime.jobs.worker",
+    "WorkReport": ".runtime.jobs.worker",
+    "Worker": ".runtime.jobs.worker",
+    "WorkerInfo": ".runtime.jobs.worker",
+    "memory_kills": ".runtime.jobs.stop",
+    "same_everywhere": ".runtime.jobs.worker",
+    "settle": ".runtime.settings.process",
+    # What a run came to: counters, and summaries that can be merged.
+    "Fallback": ".runtime.plan.fallback",
+    "FallbackPolicy": ".runtime.plan.fallback",
+    "Metrics": ".runtime.engine.engine",
+    "RunSummary": ".runtime.jobs.summary",
+    "Seconds": ".runtime.jobs.summary",
+    "TierLedger": ".runtime.plan.memory_ledger",
+    "WorkerRun": ".runtime.jobs.summary",
+    "merge_summaries": ".runtime.jobs.totals",
+    # Files that are whole or not there.
+    "AtomicFile": ".offload.atomic_file",
+    "own_name": ".offload.atomic_file",
+    "write_atomically": ".offload.atomic_file",
+}
+# Modules whose names are all public.
+_WHOLE = ("errors", "option", "options")
+
+__all__ = [
+    "AtomicFile",
+    "BatchProgress",
+    "BatchRequest",
+    "CANCELLED",
+    "CONTINUE_CUT",
+    "Checked",
+    "Child",
+    "Counts",
+    "Device",
+    "Disk",
+    "Driver",
+    "Ended",
+    "Endpoint",
+    "Engine",
+    "ErrorCode",
+    "ExitCode",
+    "Fallback",
+    "FallbackPolicy",
+    "FlopRates",
+    "GIB",
+    "GpuState",
+    "Heap",
+    "InputFormat",
+    "InvalidRow",
+    "JobFacts",
+    "JobFolder",
+    "JobLock",
+    "JobObserver",
+    "JobPhase",
+    "JobSeries",
+    "JobSession",
+    "JobStatus",
+    "KeyOffsets",
+    "LeasedRow",
+    "Link",
+    "LoadOrder",
+    "LoadReport",
+    "LoadedModel",
+    "LoggedRun",
+    "MAX_STOP",
+    "Machine",
+    "Measured",
+    "MemoryGroup",
+    "Metrics",
+    "ModelSource",
+    "OpenModel",
+    "OpenRow",
+    "OutputPaths",
+    "PcieLink",
+    "PinLimit",
+    "PlanResult",
+    "Planned",
+    "QUANT_FORMATS",
+    "RoundsJob",
+    "Row",
+    "RowFailure",
+    "RowReader",
+    "RowSource",
+    "RunRecord",
+    "RunSummary",
+    "Running",
+    "SCHEMA",
+    "SchemaError",
+    "Seconds",
+    "Suspicion",
+    "Template",
+    "TierLedger",
+    "Tokenizer",
+    "TorchBuild",
+    "WINDOW",
+    "WorkReport",
+    "Worker",
+    "WorkerInfo",
+    "WorkerRun",
+    "auto_host",
+    "batch_request",
+    "bitsandbytes_speed",
+    "cancel",
+    "claim_output",
+    "clock",
+    "compile_schema",
+    "counted",
+    "cpu_kernels",
+    "default_root",
+    "disk_of",
+    "dotted",
+    "duration",
+    "errors",
+    "escape_controls",
+    "export_now",
+    "file_sha256",
+    "find_device",
+    "find_driver",
+    "find_gpu_states",
+    "find_job",
+    "find_rounds",
+    "find_torch",
+    "first_state",
+    "formats_line",
+    "gib",
+    "gpu_kernels",
+    "has_chat_template",
+    "host_available",
+    "host_total",
+    "is_exhausted",
+    "is_locked",
+    "is_table",
+    "job_id_folders",
+    "lacking",
+    "last_runs",
+    "lock_folder",
+    "machine_profile",
+    "measure_cache_reads",
+    "memory_groups",
+    "memory_kills",
+    "merge_summaries",
+    "nearest_existing",
+    "now_text",
+    "open_source",
+    "openai_batch",
+    "option",
+    "options",
+    "own_name",
+    "pack",
+    "parse_object",
+    "parse_size",
+    "product_error",
+    "read_body",
+    "read_schema",
+    "reads_integers",
+    "refuse_over_budget",
+    "request_of",
+    "reset_host_peak",
+    "same_everywhere",
+    "saved_path",
+    "saved_profile",
+    "schema_fields",
+    "settle",
+    "short_duration",
+    "shows_gpu",
+    "shut_in",
+    "stage",
+    "stores",
+    "text_or_file",
+    "unpack",
+    "unusable_torch",
+    "watching",
+    "with_own",
+    "write_atomically",
+    "write_table",
+]
+
+
+if not TYPE_CHECKING:
+    # To type checkers a module with this function has every name.
+    def __getattr__(name: str) -> Any:
+        """Imports what was asked for: most of it needs no torch."""
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = import_module(_MODULES[name], __package__)
+        return module if name in _WHOLE else getattr(module, name)
