@@ -9,10 +9,20 @@ from dataclasses import dataclass
 import torch
 
 from ...offload.device import PIN_CHUNK_NBYTES, Device, HostMemory, Pinned
-from .allocator import NO_BLOCK, BlockAllocator, BlockTable, GroupCache, TokenSource, Usage, extend_chain, measure
+from .allocator import (
+    NO_BLOCK,
+    NO_SLOT,
+    BlockAllocator,
+    BlockTable,
+    GroupCache,
+    TokenSource,
+    Usage,
+    extend_chain,
+    measure,
+)
 from .pool import BlockMemory, KVPool
 from .spec import KVSpec
-from .states import NO_SLOT, StatePool, StateSlots
+from .states import StatePool, StateSlots
 
 
 class HostSlots:

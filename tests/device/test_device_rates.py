@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from moedge.quant.kernels.operands import Gpu, Lacks
-from moedge.runtime.calibration import pass_rates
 from moedge.runtime.calibration import pass_rates as measuring
 
 AMPERE, WITHOUT_TENSOR_CORES = (8, 6), (7, 0)
@@ -17,17 +16,16 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes that the interpreter of kernels computes in a moment."""
     for name, value in {"NUM_EXPERTS": 2, "EXPERT_ROWS": (1, 4), "ROWS": (1, 4), "CACHE_NBYTES": 1 << 16}.items():
         monkeypatch.setattr(measuring, name, value)
-    for module in (measuring, pass_rates):
-        monkeypatch.setattr(module, "SHAPE", (64, 64))
-        monkeypatch.setattr(module, "LOOKED_AT", 32)
-        monkeypatch.setattr(module, "HEAD_DIM", 16)
-        monkeypatch.setattr(module, "KV_HEADS", 1)
-    monkeypatch.setattr(pass_rates, "HEADS", 2)
+    monkeypatch.setattr(measuring, "SHAPE", (64, 64))
+    monkeypatch.setattr(measuring, "LOOKED_AT", 32)
+    monkeypatch.setattr(measuring, "HEAD_DIM", 16)
+    monkeypatch.setattr(measuring, "KV_HEADS", 1)
+    monkeypatch.setattr(measuring, "HEADS", 2)
     monkeypatch.setattr(measuring, "CHUNK", 16)
     monkeypatch.setattr(measuring, "IN_FLIGHT", 1)
-    monkeypatch.setattr(measuring, "_SECONDS", 0.0)
+    monkeypatch.setattr(measuring, "_DEVICE_SECONDS", 0.0)
     monkeypatch.setattr(measuring, "QUANT_FORMATS", ("nf4",))
-    monkeypatch.setattr(measuring.tuning, "FORMATS", ("nf4",))
+    monkeypatch.setattr(measuring.operands, "FORMATS", ("nf4",))
     monkeypatch.setattr(measuring, "KV_FORMATS", ("fp32", "int8"))
 
 
@@ -50,9 +48,8 @@ def test_overheads_of_passes_are_measured_on_the_device(
     fakes: ModuleType, monkeypatch: pytest.MonkeyPatch, small: None
 ) -> None:
     kinds = ((1, 4), (2, 4), (3, 8))
-    for module in (measuring, pass_rates):
-        monkeypatch.setattr(module, "PASS_KINDS", kinds)
-    monkeypatch.setattr(pass_rates, "DECODED", 3)
+    monkeypatch.setattr(measuring, "PASS_KINDS", kinds)
+    monkeypatch.setattr(measuring, "DECODED", 3)
     passes: list[Any] = []
     solve = measuring.solve_overheads
     monkeypatch.setattr(measuring, "solve_overheads", lambda shape, timed: passes.extend(timed) or solve(shape, timed))

@@ -131,7 +131,7 @@ def test_neither_threads_nor_chunks_nor_strides_show(
 ) -> None:
     weight = weights_of("gaussian", (256, 192), 2)
     whole = packed_bytes(weight, name, order)
-    monkeypatch.setattr(tensor, "CHUNK", 100 * 192)
+    monkeypatch.setattr(tensor, "LIBRARY_CHUNK", 100 * 192)
     threads = ParallelMatmul(Workspace(0), helpers=[Workspace(0) for _ in range(2)])
     assert torch.equal(packed_bytes(weight.t().contiguous().t(), name, order, threads.for_each), whole)
 
