@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from ctypes import POINTER, byref, c_int64, c_void_p
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -111,9 +112,14 @@ def widen_mxfp4(codes: Tensor, scales: Tensor, out: Tensor) -> bool:
     """
     if out.dtype != torch.bfloat16 or not out.is_cpu or not out.is_contiguous():
         return False
-    widen = portable("moedge_widen", POINTER(NativeWidening))
+    widen = _mxfp4_widener()
     if widen is None or refused() or codes.stride(1) != 1 or scales.stride(1) != 1:
         return False
     planes = (codes.data_ptr(), codes.stride(0), scales.data_ptr(), scales.stride(0))
     widen(byref(NativeWidening(*planes, out.data_ptr(), *out.shape)))
     return True
+
+
+@cache
+def _mxfp4_widener() -> Callable[..., None] | None:
+    return portable("moedge_widen", POINTER(NativeWidening))

@@ -48,7 +48,6 @@ def loaded() -> Loaded:
     return Loaded(library, isa) if isa else Loaded(lack="this processor has no AVX2")
 
 
-@cache
 def _opened() -> tuple[CDLL | None, str]:
     """The library, whatever this processor has, or why there is none."""
     path = HERE / LIBRARY

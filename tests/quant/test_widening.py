@@ -154,7 +154,7 @@ def test_without_the_function_without_a_library_and_after_wrong_numbers_torch_wi
         patch.setattr(library, "_opened", lambda: (None, "it was not built"))
         assert library.portable("moedge_widen") is None
     with monkeypatch.context() as patch:
-        patch.setattr(calls, "portable", lambda *_: None)
+        patch.setattr(calls, "_mxfp4_widener", lambda: None)
         assert not calls.widen_mxfp4(*packed.planes, torch.empty_like(wanted))
         assert torch.equal(packed.dequantize(), wanted)
     monkeypatch.setattr(library, "_refusals", ["wrong"])
@@ -171,7 +171,7 @@ def test_products_that_widen_first_use_the_library(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(mxfp4, "_unpack_exactly", None)
     assert torch.equal(products.linear(x, packed), with_library)
     monkeypatch.undo()
-    monkeypatch.setattr(calls, "portable", lambda *_: None)
+    monkeypatch.setattr(calls, "_mxfp4_widener", lambda: None)
     assert torch.equal(products.linear(x, packed), with_library)
 
 
