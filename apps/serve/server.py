@@ -16,7 +16,7 @@ from typing import Any
 import uvicorn
 from platformdirs import user_state_path
 
-from ...quant.matmul.selftest import errors
+from ...face import errors
 from ...runtime.jobs.folder import JobFolder, JobLock
 from .app import Service, Turns, make_app
 from .batches import BatchQueue, BatchSettings

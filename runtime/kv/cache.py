@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from .allocator import BlockTable, GroupCache, TokenSource, Usage, extend_chain, measure
+from .allocator import NO_SLOT, BlockTable, GroupCache, TokenSource, Usage, extend_chain, measure
 from .parking import HostTier
 from .pool import KVPool
-from .states import NO_SLOT, StatePool, StateSlots
+from .states import StatePool, StateSlots
 
 
 @dataclass(frozen=True, slots=True)

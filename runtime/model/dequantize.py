@@ -412,7 +412,7 @@ def _awq(codes: Tensor, bits: int, num_columns: int) -> _Rows:
 
 def _low_nibbles(codes: Tensor, bits: int, num_columns: int) -> _Rows:
     rows = codes.reshape(-1, num_columns // 2)
-    return lambda begin, end: _nibbles(rows[begin:end].view(torch.uint8))
+    return lambda begin, end: _each_nibble(rows[begin:end].view(torch.uint8))
 
 
 def _high_nibbles(codes: Tensor, bits: int, num_columns: int) -> _Rows:
@@ -444,13 +444,13 @@ def _unpacked(words: Tensor, bits: int, count: int) -> Tensor:
     if bits == 8:
         return data[:, :count]
     if bits == 4:
-        return _nibbles(data)[:, :count]
+        return _each_nibble(data)[:, :count]
     stream = np.unpackbits(data.numpy(), axis=1, bitorder="little")[:, : count * bits]
     codes = np.packbits(stream.reshape(len(stream), count, bits), axis=2, bitorder="little")
     return torch.from_numpy(codes.reshape(len(stream), count))
 
 
-def _nibbles(data: Tensor) -> Tensor:
+def _each_nibble(data: Tensor) -> Tensor:
     """The codes [n, 2 * B] of uint8 [n, B], the lower half of each byte first: both at once, as a number of 16 bits."""
     wide = data.to(torch.int16)
     return (wide | wide << 4).bitwise_and_(0x0F0F).view(torch.uint8)

@@ -16,8 +16,9 @@ from ....offload.machine.hardware import num_workers
 from ....quant.kernels.upload import upload
 from ....quant.matmul.thread_pool import WorkerPool
 from ...engine.sequence import Batch, Chunk
+from ...kv.allocator import NO_SLOT
 from ...kv.spec import CPU_STEP_NBYTES, GATHERED_NBYTES, SCAN_CHUNK, SCANNED_TOKENS, SHARED_STEP_NBYTES, STEP_NBYTES
-from ...kv.states import NO_SLOT, LayerStates, Slots, StatePool
+from ...kv.states import LayerStates, Slots, StatePool
 
 # Tokens [1, t, ...] of one sequence and its state [1, ...], or None at its beginning, to outputs [1, t, ...] and the
 # state after them. It must not change the state that it gets, which others may begin with too.
