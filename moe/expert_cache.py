@@ -236,16 +236,13 @@ class StreamingExpertCache:
         while self._computing and (wait or self._computing[0].is_computed):
             oldest = self._computing.popleft()
             oldest.wait()
-            self._offer_slot(oldest)
+            wanted = oldest.resident is not None
+            self.counts.fetched += 1
+            self.counts.unwanted += not wanted
+            if wanted and self._slots.offer(oldest.key, oldest.arrival.view, self.order.may_leave):
+                self.counts.swaps += 1
             self.order.release(oldest.arrival)
         self.order.request_ahead()
-
-    def _offer_slot(self, expert: RingExpert) -> None:
-        wanted = expert.resident is not None
-        self.counts.fetched += 1
-        self.counts.unwanted += not wanted
-        if wanted and self._slots.offer(expert.key, expert.arrival.view, self.order.may_leave):
-            self.counts.swaps += 1
 
 
 @dataclass(slots=True)

@@ -288,7 +288,12 @@ class ExpertFetchQueue:
 
     def arrivals(self, turn: int, most: int) -> list[tuple[ShardKey, Arrival[torch.Tensor]]]:
         """Waits for one expert of this turn; returns it with those of the turn that are there too, `most` in all."""
-        self._skip_to(turn)
+        # Drops reads that had begun for other turns and precede this turn's; those of later turns are repeated.
+        while self._pending[0].turn != turn:
+            skipped = self._pending.popleft()
+            self._stream.done(self._stream.next())
+            again = [skipped] if skipped.turn > turn else []
+            self._push(again, self._recall())
         together = [(self._pending.popleft().key, self._stream.next())]
         while len(together) < most and self.is_ready(turn):
             together.append((self._pending.popleft().key, self._stream.next()))
@@ -297,14 +302,6 @@ class ExpertFetchQueue:
     def done(self, arrival: Arrival[torch.Tensor]) -> None:
         """The arrival's ring slot may be overwritten."""
         self._stream.done(arrival)
-
-    def _skip_to(self, turn: int) -> None:
-        """Drops reads that had begun for other turns and precede this turn's; those of later turns are repeated."""
-        while self._pending[0].turn != turn:
-            skipped = self._pending.popleft()
-            self._stream.done(self._stream.next())
-            again = [skipped] if skipped.turn > turn else []
-            self._push(again, self._recall())
 
     def _recall(self) -> list[PendingFetch]:
         recalled = [self._pending.pop() for _ in self._stream.recall()]

@@ -206,7 +206,7 @@ def _parts(content: Mapping[str, Any]) -> dict[str, Any]:
     loading = content["loading"]
     return {
         "hardware": Hardware(**{**hardware, "gpus": tuple(GpuInfo(**gpu) for gpu in hardware["gpus"])}),
-        "disk": None if disk is None else _disk(disk),
+        "disk": None if disk is None else Disk(**{**disk, "reads": tuple(DiskRead(**read) for read in disk["reads"])}),
         "link": None if link is None else Link(**link),
         "pin": None if pin is None else PinLimit(**pin),
         **{name: None if content[name] is None else Overheads(**content[name]) for name in _OVERHEADS},
@@ -218,10 +218,6 @@ def _parts(content: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rates(content: Mapping[str, Mapping[str, float]]) -> FlopRates:
     return {name: {int(rows): rate for rows, rate in rates.items()} for name, rates in content.items()}
-
-
-def _disk(content: Mapping[str, Any]) -> Disk:
-    return Disk(**{**content, "reads": tuple(DiskRead(**read) for read in content["reads"])})
 
 
 def _check_whole(*values: int, least: int = 1) -> None:

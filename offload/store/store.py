@@ -14,7 +14,6 @@ from types import TracebackType
 from typing import Self
 
 from ..errors import BadStore
-from .linked import open_sources
 from .manifest import (
     HEAD_FILE,
     MANIFEST,
@@ -22,6 +21,7 @@ from .manifest import (
     Manifest,
     layer_file,
     lock_to_use,
+    open_sources,
     read_manifest,
     refuse_untrusted,
 )

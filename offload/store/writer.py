@@ -17,14 +17,15 @@ from typing import Any, Self
 
 from ..atomic_file import rename
 from ..errors import DiskFull
-from .linked import LinkedTensor, SourceFile
 from .manifest import (
     HEAD_FILE,
     MANIFEST,
     PROGRESS,
     RESIDENT_FILE,
     FileRecord,
+    LinkedTensor,
     Manifest,
+    SourceFile,
     begun_manifest,
     layer_file,
     lock_to_write,

@@ -122,7 +122,12 @@ class UnalignedFile(DirectFile):
         if nbytes + 2 * ALIGNMENT > BUFFER_NBYTES:
             raise ValueError(f"{nbytes} bytes were wanted, at most {BUFFER_NBYTES - 2 * ALIGNMENT} are read at a time")
         if not self._read_whole_blocks(target, offset, nbytes):
-            self._copy(target, offset, nbytes)
+            before, buffer = offset % ALIGNMENT, self._buffer.bytes
+            super()._read_direct(buffer, offset - before, before + nbytes)
+            # numpy copies without Python's lock.
+            np.copyto(
+                np.frombuffer(target, np.uint8)[:nbytes], np.frombuffer(buffer, np.uint8)[before : before + nbytes]
+            )
 
     def _read_whole_blocks(self, target: memoryview, offset: int, nbytes: int) -> bool:
         """Whether whole blocks could be read where they belong, at once."""
@@ -139,12 +144,6 @@ class UnalignedFile(DirectFile):
         target[:head] = ends[before : before + head]
         target[end:nbytes] = ends[ALIGNMENT : ALIGNMENT + nbytes - end]
         return True
-
-    def _copy(self, target: memoryview, offset: int, nbytes: int) -> None:
-        before, buffer = offset % ALIGNMENT, self._buffer.bytes
-        super()._read_direct(buffer, offset - before, before + nbytes)
-        # numpy copies without Python's lock.
-        np.copyto(np.frombuffer(target, np.uint8)[:nbytes], np.frombuffer(buffer, np.uint8)[before : before + nbytes])
 
 
 class HostBytes:

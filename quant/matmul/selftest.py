@@ -15,11 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import packing
 from ..formats.format import TILE_COLUMNS, Layout, get_format
 from ..kernels.operands import ACTIVATIONS, Gate
 from ..scratch import row_nbytes, scratch_nbytes
-from ..tensor import CODECS, PackedTensor, bind_cleared, dtype_name, torch_dtype
+from ..tensor import CODECS, PackedTensor, bind_cleared, dtype_name, library_packs, pack_by_library, torch_dtype
 from .matmul import GEMV_MAX_ROWS, ParallelMatmul, Workspace
 from .tiled import MOST_ROWS, ExpertRows
 
@@ -190,10 +189,10 @@ def wrong_packing(layout: Layout) -> Wrong | None:
     """Whether the library packs other bytes than torch does, where it packs such matrices."""
     layout = trimmed(layout)
     weight = torch.randn(layout.shape, generator=torch.Generator().manual_seed(0)).to(torch_dtype(layout.dtype))
-    if not packing.takes(weight, layout):
+    if not library_packs(weight, layout):
         return None
     mine, wanted = (bind_cleared(layout, torch.zeros(layout.nbytes, dtype=torch.uint8)) for _ in range(2))
-    packing.pack_rows(weight, layout, mine.planes)
+    pack_by_library(weight, layout, mine.planes)
     CODECS[layout.codes, layout.order].pack(weight, wanted.planes)
     different = [(one != two).float().mean() for one, two in zip(mine.planes, wanted.planes, strict=True)]
     what = f"packing {list(layout.shape)} to {layout.format}, in its share of numbers,"

@@ -1,4 +1,4 @@
-// Quantizes rows of a bfloat16 matrix into the planes of a packed one. quant/packing.py calls it.
+// Quantizes rows of a bfloat16 matrix into the planes of a packed one. quant/tensor.py calls it.
 //
 // The bytes are those of the codecs of quant/formats, which define the formats: every operation is the same one in
 // float32, or gives the same bits. A thread packs whole blocks of rows, so bytes do not depend on the number of threads.

@@ -24,8 +24,7 @@ from ..kv.pool import KVPool
 from ..settings.errors import UnsupportedModel
 from .choice import EXPANDED_NBYTES, SCORED_NUMEL
 from .native_rows import RowAttention, RowQuery, stored
-from .pass_pages import PassSlots
-from .protocol import AttentionCall, IndexQuery, LatentWeights, check_reach, decodes, is_causal_prefill
+from .protocol import AttentionCall, IndexQuery, LatentWeights, PassSlots, check_reach, decodes, is_causal_prefill
 from .torch_backend import (
     TILE_KEYS,
     CacheReader,

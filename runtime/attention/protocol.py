@@ -1,16 +1,22 @@
-"""The protocol of attention backends, as the model's attention seam uses it."""
+"""The protocol of attention backends, as the attention seam uses it, and where tokens of a pass are in the cache."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from itertools import accumulate, chain
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
+from ...quant.kernels.upload import upload
 from ..engine.sequence import Batch, Chunk
+from ..kv.cache import KVCache
 from ..kv.pool import KVPool
 from ..settings.errors import UnsupportedModel
 from ..shape.model_shape import KVGroup
+from .kernels.operands import Pages
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,3 +133,156 @@ def check_reach(call: AttentionCall, group: KVGroup) -> None:
             f"layer {call.layer} looks back {call.window or call.chunk} tokens, and config.json says {group.window} "
             "(None means all); the cache would be wrong"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSlots:
+    """The slots [T] of a pass in one layer group, also as block ids and offsets, and a block table per chunk."""
+
+    slots: torch.Tensor
+    block_ids: torch.Tensor
+    offsets: torch.Tensor
+    tables: dict[Chunk, torch.Tensor]
+
+    @classmethod
+    def of(cls, batch: Batch, group: int, block: int, device: torch.device | str) -> GroupSlots:
+        tables = {chunk: torch.tensor(chunk.sequence.table.blocks[group]) for chunk in batch.chunks}
+        slots = slots_of(batch.chunks, group, block)
+        return cls(
+            slots.to(device),
+            (slots // block).to(device),
+            (slots % block).to(device),
+            {chunk: table.to(device) for chunk, table in tables.items()},
+        )
+
+
+def slots_of(chunks: Sequence[Chunk], group: int, block: int) -> torch.Tensor:
+    """The slots, block id * block + offset, of a pass in one layer group: int64 [T]."""
+    slots = np.empty(chunks[-1].end if chunks else 0, np.int64)
+    for chunk in chunks:
+        blocks, past = chunk.sequence.table.blocks[group], chunk.past
+        if chunk.count == 1:
+            # Most chunks of most passes: arrays of one element would take ten times as long.
+            slots[chunk.begin] = blocks[past // block] * block + past % block
+        else:
+            positions = np.arange(past, past + chunk.count)
+            slots[chunk.begin : chunk.end] = np.array(blocks)[positions // block] * block + positions % block
+    return torch.from_numpy(slots)
+
+
+def padded_tables(chunks: Sequence[Chunk], group: int) -> torch.Tensor:
+    """The block tables of the chunks in one layer group, padded with -1: int32 [B, max blocks]."""
+    tables = [chunk.sequence.table.blocks[group] for chunk in chunks]
+    padded = np.full((len(tables), max(map(len, tables), default=0)), -1, np.int32)
+    for row, table in zip(padded, tables, strict=True):
+        row[: len(table)] = table
+    return torch.from_numpy(padded)
+
+
+class PassSlots:
+    """The slots of the running pass, by layer group."""
+
+    def __init__(self, cache: KVCache, device: torch.device | str) -> None:
+        self._cache = cache
+        self._device = device
+        self._batch: Batch | None = None
+        self._groups: list[GroupSlots] = []
+
+    def of(self, batch: Batch, group: int) -> GroupSlots:
+        if self._batch is not batch:
+            self._batch = batch
+            self._groups = [
+                GroupSlots.of(batch, index, self._cache.block, self._device) for index in range(len(self._cache.pools))
+            ]
+        return self._groups[group]
+
+
+class Division(NamedTuple):
+    """The chunks of a pass, as indices in the batch, by what computes them.
+
+    `fresh` are prompts without a past, `decode` single tokens, `extend` the rest.
+    """
+
+    fresh: tuple[int, ...]
+    decode: tuple[int, ...]
+    extend: tuple[int, ...]
+
+
+class Fresh(NamedTuple):
+    """The rows [n] of whole prompts in a pass, one prompt after the other.
+
+    Prompt i has rows bounds[i] to bounds[i + 1] of them, int32 [B + 1], which are counts[i].
+    """
+
+    rows: torch.Tensor
+    bounds: torch.Tensor
+    counts: list[int]
+
+
+class PassPages:
+    """One layer group's part of a pass, made once and used by all its layers.
+
+    `slots` int64 [T] is block id * block + offset of every token; `table` int32 [B, max blocks] is padded with -1.
+    A chunk's number is its index in the batch, which is its row of the table.
+    """
+
+    def __init__(self, batch: Batch, group: int, block: int, device: torch.device) -> None:
+        self.chunks = batch.chunks
+        self.device = device
+        self.slots = upload(slots_of(batch.chunks, group, block), device)
+        self.table = upload(padded_tables(batch.chunks, group), device)
+        self._divisions: dict[object, Division] = {}
+        self._tiled: dict[object, Pages] = {}
+        self._fresh: dict[object, Fresh] = {}
+
+    def divide(self, call: AttentionCall, tiled: bool) -> Division:
+        """Which chunks are computed how for such a call; where `tiled`, all of them are `extend`."""
+        kind = (call.window, call.chunk, call.is_plain)
+        if kind not in self._divisions:
+            parts: dict[str, list[int]] = {name: [] for name in Division._fields}
+            for index, chunk in enumerate(self.chunks):
+                parts[_kind_of(call, chunk, tiled)].append(index)
+            self._divisions[kind] = Division(*map(tuple, parts.values()))
+        return self._divisions[kind]
+
+    def tiled(self, chunks: tuple[int, ...], tokens: int) -> Pages:
+        """Tiles of `tokens` rows that cover the chunks.
+
+        Tiles start at multiples of `tokens` in the sequence, so that a row's index in its tile does not depend on how
+        its prompt was cut into chunks.
+        """
+        key = (tokens, chunks)
+        if key not in self._tiled:
+            tiles = torch.tensor([tile for index in chunks for tile in self._tiles(index, tokens)], dtype=torch.int32)
+            self._tiled[key] = Pages(self.table, upload(tiles, self.device))
+        return self._tiled[key]
+
+    def fresh(self, chunks: tuple[int, ...]) -> Fresh:
+        """The rows of chunks that are whole prompts."""
+        if chunks not in self._fresh:
+            chosen = [self.chunks[index] for index in chunks]
+            rows = chain.from_iterable(range(chunk.begin, chunk.end) for chunk in chosen)
+            counts = [chunk.count for chunk in chosen]
+            bounds = torch.tensor(list(accumulate(counts, initial=0)), dtype=torch.int32)
+            numbers = torch.tensor(list(rows))
+            self._fresh[chunks] = Fresh(upload(numbers, self.device), upload(bounds, self.device), counts)
+        return self._fresh[chunks]
+
+    def longest(self, chunks: tuple[int, ...]) -> int:
+        """The length in tokens of the chunks' longest sequence."""
+        return max(self.chunks[index].past + self.chunks[index].count for index in chunks)
+
+    def _tiles(self, index: int, tokens: int) -> list[tuple[int, int, int, int, int]]:
+        chunk = self.chunks[index]
+        begin, end = chunk.past, chunk.past + chunk.count
+        starts = range(begin // tokens * tokens, end, tokens)
+        row = index * self.table.shape[1]
+        return [(row, chunk.begin - chunk.past, first, begin, end) for first in starts]
+
+
+def _kind_of(call: AttentionCall, chunk: Chunk, tiled: bool) -> str:
+    if tiled:
+        return "extend"
+    if chunk.count == 1:
+        return "decode"
+    return "fresh" if is_causal_prefill(call, chunk) else "extend"

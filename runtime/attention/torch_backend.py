@@ -21,8 +21,7 @@ from ..kv.pool import KVPool
 from ..shape.model_shape import KVGroup
 from .choice import GATHERED_NUMEL, ROWS
 from .native_rows import AttentionSteps, RowAttention, RowQuery, stored, stores_plainly
-from .pass_pages import GroupSlots, PassSlots
-from .protocol import AttentionCall, Store, check_reach, decodes, is_causal_prefill
+from .protocol import AttentionCall, GroupSlots, PassSlots, Store, check_reach, decodes, is_causal_prefill
 
 
 def attend_rows(

@@ -18,8 +18,7 @@ from ..kv.cache import KVCache
 from ..kv.pool import KVPool
 from .kernels.launch import Cached, LayerSample, attend_launches, store_launch, warm_up_launches
 from .kernels.operands import Cut, Features, Side, decode_cut, extend_cut, has_dot, num_splits
-from .pass_pages import Fresh, PassPages
-from .protocol import AttentionCall, check_reach
+from .protocol import AttentionCall, Fresh, PassPages, check_reach
 from .torch_backend import TorchAttention, attend_fresh
 
 Varlen = Callable[..., torch.Tensor]

@@ -120,8 +120,16 @@ def machine_profile(folder: Path, again: bool = False, files: Sequence[Path] = (
 def _measure(folder: Path, files: Sequence[Path], hardware: Hardware) -> Machine:
     from ...offload.device import find_device
     from ..loading.selftest import usable_kernels, usual_needs
-    from .device_rates import device_overheads, device_rates
-    from .pass_rates import faster, loading_rates, measure_fused_overheads, measure_overheads, pass_rates, weight_rates
+    from .pass_rates import (
+        device_overheads,
+        device_rates,
+        faster,
+        loading_rates,
+        measure_fused_overheads,
+        measure_overheads,
+        pass_rates,
+        weight_rates,
+    )
 
     def rates(where: str) -> FlopRates:
         if where == "cpu" or device is None or gpu is None:

@@ -79,7 +79,12 @@ class BlockAllocator:
             self._references[block_id] -= 1
             self.num_references -= 1
             if self._references[block_id] == 0:
-                self._retire(block_id)
+                if block_id in self._hash_of:
+                    self._cached[block_id] = None
+                elif self._lowest_first:
+                    heappush(self._free, block_id)
+                else:
+                    self._free.append(block_id)
 
     def publish(self, block_id: int, content: bytes) -> None:
         """Makes a live block findable by the hash of its content; of two blocks with the same content, the first is."""
@@ -109,14 +114,6 @@ class BlockAllocator:
         self._references[block_id] = 1
         self.num_references += 1
         return block_id
-
-    def _retire(self, block_id: int) -> None:
-        if block_id in self._hash_of:
-            self._cached[block_id] = None
-        elif self._lowest_first:
-            heappush(self._free, block_id)
-        else:
-            self._free.append(block_id)
 
 
 HASH_NBYTES = 16
@@ -159,7 +156,12 @@ class GroupCache:
     def grow(self, blocks: list[int], num_tokens: int, stored: int) -> None:
         """Adds slots for tokens `stored` to `num_tokens`; the caller has checked that enough blocks are available."""
         if self._shares_tail(blocks, stored):
-            self._copy_tail(blocks, stored)
+            # Copy-on-write: other tables keep the old block unchanged.
+            index = stored // self.spec.block
+            (own,) = self.allocator.take(1)
+            self.pool.memory.copy(blocks[index], own)
+            self.allocator.release([blocks[index]])
+            blocks[index] = own
         blocks += self.allocator.take(max(0, self.spec.blocks_for(num_tokens) - len(blocks)))
 
     def has_slot(self, blocks: list[int], stored: int) -> bool:
@@ -232,14 +234,6 @@ class GroupCache:
     def _shares_tail(self, blocks: list[int], stored: int) -> bool:
         """Whether the block of the next token already holds tokens and other tables hold it too."""
         return stored % self.spec.block > 0 and self.allocator.references(blocks[stored // self.spec.block]) > 1
-
-    def _copy_tail(self, blocks: list[int], stored: int) -> None:
-        """Copy-on-write: other tables keep the old block unchanged."""
-        index = stored // self.spec.block
-        (own,) = self.allocator.take(1)
-        self.pool.memory.copy(blocks[index], own)
-        self.allocator.release([blocks[index]])
-        blocks[index] = own
 
 
 NO_SLOT = -1

@@ -34,8 +34,7 @@ from ..attention.torch_backend import TorchAttention
 from ..engine.engine import Engine, cause_of
 from ..engine.scheduler import PassLimits, Scheduler
 from ..kv.allocator import root_hash
-from ..kv.cache import KVCache
-from ..kv.parking import ParkingMemory
+from ..kv.cache import KVCache, ParkingMemory
 from ..kv.pool import KVPool
 from ..kv.spec import KVSpec, StateSpec, state_format
 from ..kv.states import StatePool

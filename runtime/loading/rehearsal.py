@@ -56,7 +56,14 @@ def rehearse(loaded: LoadedEngine, plan: Plan, workload: Workload, tokens: Itera
     if plan.attention == "triton" and longest > 0:
         failed += _run(loaded, 1, longest, 2, tokens)
     if plan.attention == "triton":
-        _compile_attention(loaded)
+        # Launches every kernel that attention may need in the job, for all layers that were rehearsed.
+        # Imports Triton.
+        from ..attention.triton_backend import TritonAttention
+
+        attention = loaded.model.attention
+        assert isinstance(attention, TritonAttention), "the plan names the backend"
+        for launch in attention.warm_up_launches():
+            launch.run()
     cache.sharing = shared
     shown = Rehearsed(deepcopy(loaded.streamed.experts.stats.popularity).wanted_share, bool(loaded.fused))
     loaded.start_counting()
@@ -67,17 +74,6 @@ def rehearse(loaded: LoadedEngine, plan: Plan, workload: Workload, tokens: Itera
             "was begun in fp16."
         )
     return shown
-
-
-def _compile_attention(loaded: LoadedEngine) -> None:
-    """Launches every kernel that attention may need in the job, for all layers that were rehearsed."""
-    # Imports Triton.
-    from ..attention.triton_backend import TritonAttention
-
-    attention = loaded.model.attention
-    assert isinstance(attention, TritonAttention), "the plan names the backend"
-    for launch in attention.warm_up_launches():
-        launch.run()
 
 
 def prompt_tokens(text: Items[int], vocab: int) -> Iterator[int]:

@@ -205,7 +205,7 @@ def _attention(
     else:
         width = max(query.shape[-1], value.shape[-1])
         # Pads heads [..., D] with zeros to `width`, where keys and values differ in D: the cache has one length.
-        q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+        q, k, v = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
         out = packed.attention.attend(call, q, k, v, packed.batch)[..., : value.shape[-1]]
     return (F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out).unsqueeze(0), None
 

@@ -24,8 +24,7 @@ from ...offload.errors import BadCheckpoint
 from ...quant.formats.format import ROWS, Layout, Plane, get_format
 from ...quant.matmul.thread_pool import torch_threads
 from ...quant.native.calls import dequantize_blocks, look_up
-from ...quant.planes import Planes, pack_nibbles
-from ...quant.tensor import SAFETENSORS_DTYPES, dtype_name, torch_dtype
+from ...quant.tensor import SAFETENSORS_DTYPES, Planes, dtype_name, pack_nibbles, torch_dtype
 from ..shape.gguf import FLOATS, GgufWeight
 from ..shape.quantization import WHOLE
 from ..shape.quantized import QuantizedWeight
@@ -60,7 +59,8 @@ class Codes:
         if codes.dtype == torch.float8_e4m3fn:
             codes, levels = codes.view(torch.uint8), _E4M3
         values = codes.float() if levels is None else look_up(codes, levels)
-        groups = self._groups(values)
+        # Values [n, K] as [n, groups, columns of a group], where all rows consist of whole runs of columns.
+        groups = values.view(len(values), -1, self.group[1]) if self._runs else values
         if isinstance(self.zero, Tensor):
             groups -= self._spread(self.zero, begin, end)
         elif self.zero:
@@ -68,17 +68,13 @@ class Codes:
         groups.mul_(self._spread(self.scale, begin, end))
         return values
 
-    def _groups(self, values: Tensor) -> Tensor:
-        """Values [n, K] as [n, groups, columns of a group], where all rows consist of whole runs of columns."""
-        return values.view(len(values), -1, self.group[1]) if self._runs else values
-
     @property
     def _runs(self) -> bool:
         columns = self.group[1]
         return self.scale.dim() > 1 and self.columns is None and columns > 1 and self.shape[1] % columns == 0
 
     def _spread(self, grid: Tensor, begin: int, end: int) -> Tensor:
-        """The number of each weight's group, of a shape that broadcasts to that of `_groups`."""
+        """The number of each weight's group, of a shape that broadcasts to that of groups."""
         num_columns, (rows, columns) = self.shape[1], self.group
         if grid.dim() == 1:
             index = torch.arange(begin * num_columns, end * num_columns) // columns

@@ -15,8 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...offload.checkpoint.checkpoint import read_inside
-from ...offload.store.linked import LinkedShard, LinkedTensor
-from ...offload.store.manifest import RESIDENT_FILE
+from ...offload.store.manifest import RESIDENT_FILE, LinkedShard, LinkedTensor
 from ...offload.store.shard_file import TensorSpec
 from ...offload.store.store import Store
 from ...offload.store.writer import StoreWriter

@@ -18,8 +18,7 @@ from typing import NamedTuple
 import torch
 
 from ...offload.checkpoint.checkpoint import CHUNK_NBYTES, Checkpoint, RunFinder, TensorRun
-from ...offload.store.linked import LinkedPart, LinkedShard, LinkedTensor, SourceFile
-from ...offload.store.manifest import HEAD_FILE, layer_file
+from ...offload.store.manifest import HEAD_FILE, LinkedPart, LinkedShard, LinkedTensor, SourceFile, layer_file
 from ...offload.store.writer import LayerFile, StoreWriter
 from ...quant.matmul.matmul import ParallelMatmul
 from ...quant.tensor import SAFETENSORS_DTYPES, is_finite

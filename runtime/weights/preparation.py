@@ -21,9 +21,8 @@ from ...offload.store.writer import LayerFile, StoreWriter
 from ...offload.stream.stream import HEAD, ShardKey
 from ...quant.formats.format import FormatError, Layout, row_chunks
 from ...quant.matmul.matmul import ParallelMatmul
-from ...quant.planes import fill
 from ...quant.scratch import wide_columns
-from ...quant.tensor import CODECS, PackedTensor, pack_into, torch_dtype
+from ...quant.tensor import CODECS, PackedTensor, fill, pack_into, torch_dtype
 from ..model.definition import LayerAssembly
 from ..model.dequantize import WIDENING_NBYTES, planes_of_rows
 from ..model.loading import CheckpointLoader, refuse_nonfinite

@@ -16,7 +16,7 @@ from moedge.offload.machine.hardware import Hardware
 from moedge.offload.machine.profile import Machine, PinLimit
 from moedge.quant.kernels import upload as uploads
 from moedge.quant.kernels.upload import RING_NBYTES, UploadRing, open_ring, upload
-from moedge.runtime.kv.parking import ParkingMemory
+from moedge.runtime.kv.cache import ParkingMemory
 from moedge.runtime.kv.spec import KVSpec
 from moedge.runtime.loading import machine_memory as tiers
 from moedge.runtime.loading.engine_loader import load_engine

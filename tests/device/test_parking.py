@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from moedge.runtime.kv import parking as parking_memory
-from moedge.runtime.kv.parking import ParkingMemory
+from moedge.runtime.kv import cache as parking_memory
+from moedge.runtime.kv.cache import ParkingMemory
 from moedge.runtime.kv.spec import KVSpec
 from moedge.runtime.shape.model_shape import KVGroup
 

@@ -8,8 +8,7 @@ import torch
 from moedge.quant.formats.format import FORMATS, ROWS, get_format
 from moedge.quant.kernels.operands import Gate
 from moedge.quant.kernels.product import GroupedProduct, warm_up_launches
-from moedge.quant.planes import relayout
-from moedge.quant.tensor import pack
+from moedge.quant.tensor import pack, relayout
 from support.kernels import grouped_cases as cases
 from support.kernels.grouped_cases import Case, Product
 

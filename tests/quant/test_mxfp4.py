@@ -10,8 +10,7 @@ from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
 
 from moedge.quant.formats import mxfp4
 from moedge.quant.formats.format import FormatError, get_format
-from moedge.quant.planes import Planes, from_planes, planes_of, unpack_nibbles
-from moedge.quant.tensor import pack
+from moedge.quant.tensor import Planes, from_planes, pack, planes_of, unpack_nibbles
 from support.packing_error import relative_error
 
 pytestmark = pytest.mark.numerics

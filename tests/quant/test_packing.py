@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moedge.quant import packing
+from moedge.quant import tensor
 from moedge.quant.formats import mxfp4, nf4
 from moedge.quant.formats.format import INT4PACK, NF4PACK, ROWS, TILES, FormatError, get_format
 from moedge.quant.matmul.matmul import ParallelMatmul, Workspace
@@ -32,7 +32,7 @@ IDS = [f"{name} {order}" for name, order, *_ in PACKED]
 def packed_bytes(weight: Tensor, name: str, order: str, for_each: ForEach = _in_turn) -> Tensor:
     layout = get_format(name).in_order(order).layout((weight.shape[0], weight.shape[1]), "bfloat16")
     assert layout.order == order
-    assert packing.takes(weight, layout)
+    assert tensor.library_packs(weight, layout)
     buffer = torch.full((layout.nbytes,), 0xAB, dtype=torch.uint8)
     pack_into(weight, layout, buffer, for_each)
     return buffer
@@ -131,7 +131,7 @@ def test_neither_threads_nor_chunks_nor_strides_show(
 ) -> None:
     weight = weights_of("gaussian", (256, 192), 2)
     whole = packed_bytes(weight, name, order)
-    monkeypatch.setattr(packing, "CHUNK", 100 * 192)
+    monkeypatch.setattr(tensor, "CHUNK", 100 * 192)
     threads = ParallelMatmul(Workspace(0), helpers=[Workspace(0) for _ in range(2)])
     assert torch.equal(packed_bytes(weight.t().contiguous().t(), name, order, threads.for_each), whole)
 
@@ -140,15 +140,15 @@ def test_neither_threads_nor_chunks_nor_strides_show(
 def test_only_bfloat16_weights_in_orders_with_a_kernel_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.zeros(64, 64)
     takes = {
-        (name, order, dtype): packing.takes(weight, get_format(name).in_order(order).layout((64, 64), dtype))
+        (name, order, dtype): tensor.library_packs(weight, get_format(name).in_order(order).layout((64, 64), dtype))
         for name, order, dtype in (
             ("nf4", TILES, "bfloat16"), ("nf4", TILES, "float32"), ("nf4", NF4PACK, "bfloat16"),
             ("int8", TILES, "bfloat16"), ("none", ROWS, "bfloat16"), ("nf4-f32", ROWS, "bfloat16"),
         )
     }  # fmt: skip
     assert [key for key, taken in takes.items() if taken] == [("nf4", TILES, "bfloat16")]
-    monkeypatch.setattr(packing, "available", lambda: False)
-    assert not packing.takes(weight, get_format("nf4").layout((64, 64), "bfloat16"))
+    monkeypatch.setattr(tensor, "available", lambda: False)
+    assert not tensor.library_packs(weight, get_format("nf4").layout((64, 64), "bfloat16"))
 
 
 @pytest.mark.slow

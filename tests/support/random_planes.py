@@ -5,7 +5,7 @@ from torch import Tensor
 
 from moedge.quant.formats import mxfp4, nf4
 from moedge.quant.formats.format import WeightFormat
-from moedge.quant.planes import Planes, unpack_nibbles
+from moedge.quant.tensor import Planes, unpack_nibbles
 
 VALUES = {"nf4": nf4.LEVELS, "e2m1": mxfp4.LEVELS}
 

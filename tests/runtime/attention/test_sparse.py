@@ -7,8 +7,7 @@ import torch
 
 from moedge.runtime.attention import latent
 from moedge.runtime.attention.latent import TokenChooser
-from moedge.runtime.attention.pass_pages import PassSlots
-from moedge.runtime.attention.protocol import IndexQuery
+from moedge.runtime.attention.protocol import IndexQuery, PassSlots
 from moedge.runtime.engine.sequence import Batch, Sequence, pack
 from moedge.runtime.kv.cache import KVCache
 from moedge.runtime.kv.pool import KVPool

@@ -12,9 +12,8 @@ import torch
 from moedge.quant.kernels.operands import Gpu
 from moedge.quant.kernels.product import Launch
 from moedge.quant.kv.format import KV_FORMATS
-from moedge.runtime.attention import pass_pages
-from moedge.runtime.attention.pass_pages import Fresh
-from moedge.runtime.attention.protocol import AttentionCall
+from moedge.runtime.attention import protocol
+from moedge.runtime.attention.protocol import AttentionCall, Fresh
 from moedge.runtime.attention.triton_backend import FreshAttention, TritonAttention, find_varlen, read_back
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.kv.allocator import NO_BLOCK
@@ -110,7 +109,7 @@ def test_blocks_that_were_given_back_behind_the_window_are_never_read(
         """Who reads what a table has in place of a freed block gets no byte of the pool: the process would end."""
         return x.masked_fill(x == NO_BLOCK, 1 << 20) if x.dim() == 2 and x.shape[1] != 5 else x
 
-    monkeypatch.setattr(pass_pages, "upload", upload_far)
+    monkeypatch.setattr(protocol, "upload", upload_far)
     setup = TrimmedSetup((4, 2, 64), kv_format, **options)
     outs = setup.run(9)
     assert all(torch.equal(a, b) for a, b in zip(outs, wanted, strict=True))

@@ -8,14 +8,13 @@ from unittest import mock
 import torch
 from hypothesis import strategies as st
 
-from moedge.quant import packing
+from moedge.quant import tensor
 from moedge.quant.formats import mxfp4
 from moedge.quant.formats.format import INT4PACK, ROWS, TILES, get_format
 from moedge.quant.kv.codec import KeyTransform, decode, encode
 from moedge.quant.kv.format import VECTOR_FORMATS
 from moedge.quant.native import calls
-from moedge.quant.planes import from_planes
-from moedge.quant.tensor import pack
+from moedge.quant.tensor import from_planes, pack
 
 from ..published_widths import HEAD_DIMS, KV_HEADS, widths
 from ..random_planes import random_planes
@@ -50,7 +49,7 @@ def compare_packing(case: Packed) -> float:
     """0 where the library writes the bytes of the codec."""
     weight = torch.randn(case.shape, generator=torch.Generator().manual_seed(case.seed)).bfloat16()
     found = pack(weight, case.format, case.order)
-    with mock.patch.object(packing, "takes", return_value=False):
+    with mock.patch.object(tensor, "takes", return_value=False):
         wanted = pack(weight, case.format, case.order)
     same = [torch.equal(mine, theirs) for mine, theirs in zip(found.planes, wanted.planes, strict=True)]
     return 0 if all(same) else float("inf")

@@ -19,9 +19,8 @@ from moedge.quant.formats import bitsandbytes_kernels
 from moedge.quant.formats.format import FORMATS, INTEGER_CODES, NF4PACK, ROWS, TILES, get_format
 from moedge.quant.matmul import tiled
 from moedge.quant.matmul.matmul import ParallelMatmul, Workspace
-from moedge.quant.planes import Planes, from_planes
 from moedge.quant.scratch import row_nbytes, scratch_nbytes
-from moedge.quant.tensor import PackedTensor, dtype_name, pack
+from moedge.quant.tensor import PackedTensor, Planes, dtype_name, from_planes, pack
 
 from ..published_widths import VOCABULARIES, widths
 from ..random_planes import defined, random_planes
