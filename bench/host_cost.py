@@ -11,7 +11,7 @@ no kernel started: of a GPU's host time this is the part that the cache, the str
 `one by one`, as they do where the link is the bottleneck, or `together`, up to four.
 
 `--lane cuda` takes the lane that copies to a GPU; its calls of CUDA return at once and are counted. What they take of a
-driver is in `offload/machine/device_costs.py`.
+driver is in `offload/machine/presets.py`.
 """
 
 from __future__ import annotations
@@ -30,18 +30,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
-from moedge.moe.expert import ExpertWeights
-from moedge.moe.expert_cache import ExpertSlots, StreamingExpertCache
-from moedge.moe.forecast import Forecast
-from moedge.moe.groups import ExpertGroups, group_by_expert
-from moedge.moe.policy import Popular
+from moedge.moe.expert import ExpertGroups, ExpertWeights, group_by_expert
+from moedge.moe.expert_cache import ExpertSlots, Popular, StreamingExpertCache
 from moedge.moe.routing_stats import RoutingStats
-from moedge.moe.streaming_mode import Mode, ModeChoice, RouterLatency
-from moedge.moe.streaming_order import ExpertFetchQueue, StreamingOrder
-from moedge.offload.page_locked import Pinned
+from moedge.moe.streaming_order import ExpertFetchQueue, Forecast, Mode, ModeChoice, RouterLatency, StreamingOrder
+from moedge.offload.device import Pinned
 from moedge.offload.stream.cuda_lane import CudaLane
-from moedge.offload.stream.lane import ALIGNMENT, Lane, Ring, Shard, ShardKey, Slot, SyncPoint
-from moedge.offload.stream.stream import ShardStream
+from moedge.offload.stream.stream import ALIGNMENT, Lane, Ring, Shard, ShardKey, ShardStream, Slot, SyncPoint
 from moedge.quant.formats.format import get_format
 from moedge.quant.tensor import PackedTensor
 

@@ -25,11 +25,10 @@ import triton
 
 from bench.gpu.report import Report
 from matrix import kernels as exact
-from moedge.quant.kernels.launch import Launch
 from moedge.quant.kernels.operands import Gate
+from moedge.quant.kernels.product import Launch
 from moedge.runtime.attention.kernels.launch import attend_launches
-from moedge.runtime.attention.kernels.operands import Side
-from moedge.runtime.attention.kernels.tuning import Cut, decode_cut, extend_cut, num_splits
+from moedge.runtime.attention.kernels.operands import Cut, Side, decode_cut, extend_cut, num_splits
 from support.kernels import grouped_cases, paged_cases
 
 HAS_GPU = torch.cuda.is_available()

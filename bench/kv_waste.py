@@ -23,10 +23,10 @@ import numpy as np
 
 from moedge.runtime.engine.scheduler import PassLimits, Scheduler
 from moedge.runtime.engine.sequence import Sequence
+from moedge.runtime.kv.allocator import Usage
 from moedge.runtime.kv.cache import KVCache
 from moedge.runtime.kv.pool import KVPool
 from moedge.runtime.kv.spec import KVSpec
-from moedge.runtime.kv.usage import Usage
 from moedge.runtime.sampling.draw import Sampled
 from moedge.runtime.sampling.params import SamplingParams
 from moedge.runtime.shape.model_shape import KVGroup

@@ -26,8 +26,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import torch
 
-from moedge.runtime.engine.batch import Batch, Chunk
-from moedge.runtime.engine.sequence import Sequence
+from moedge.runtime.engine.sequence import Batch, Chunk, Sequence
 from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine
 from moedge.runtime.model.recurrent.pass_states import PassStates
 from moedge.runtime.plan.placement import Workload

@@ -33,10 +33,9 @@ import torch
 from torch import Tensor
 
 from moedge.offload.budget import parse_size
-from moedge.offload.machine.link import measure_link, measure_pin_limit
-from moedge.offload.machine.timing import best_seconds
+from moedge.offload.device import allocate
+from moedge.offload.machine.speeds import best_seconds, measure_link, measure_pin_limit
 from moedge.offload.memory import return_memory
-from moedge.offload.page_locked import allocate
 from moedge.quant.matmul.matmul import ParallelMatmul, Workspace
 from moedge.quant.scratch import scratch_nbytes
 from moedge.quant.tensor import pack

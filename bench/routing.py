@@ -9,8 +9,8 @@ was cut up (bench/make_real_mixture.py): a token takes many of its experts. As p
 table is repeated with the first `--first` of each token's experts, which is what its routers would choose then.
 
 `bytes`: MB of experts read a token, by what is held: the first experts of each layer for good (fixed), the last used
-(lru), the most often wanted (popular: moe/policy.py), and the least of any policy (Belady's). `all` reads every expert
-that is not held, `auto` what moe/streaming_mode.py chooses with popular experts held.
+(lru), the most often wanted (popular: moe/expert_cache.py), and the least of any policy (Belady's). `all` reads every
+expert that is not held, `auto` what moe/streaming_order.py chooses with popular experts held.
 `forecasts`: the share of right guesses of each predictor, and what they save of the reads that layers wait for. A layer
 waits for its missing experts and for the reads that would have fitted before its router has chosen (`--idle`).
 """
@@ -30,10 +30,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.make_real_mixture import code, prose
-from moedge.moe.policy import Popular
+from moedge.moe.expert_cache import Popular
 from moedge.moe.routing_stats import RoutingStats
-from moedge.moe.streaming_mode import Mode, ModeChoice, Waits, num_guesses
-from moedge.offload.stream.lane import ShardKey
+from moedge.moe.streaming_order import Mode, ModeChoice, Waits, num_guesses
+from moedge.offload.stream.stream import ShardKey
 from support.experts.replay import HoldPolicy, belady, replay
 
 # Tokens of a text: those before the first pass, and the passes.

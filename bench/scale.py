@@ -34,10 +34,10 @@ from bench.kv_waste import GROUP, NoMemory
 from bench.picture import pyplot
 from moedge.apps.reports.charts import Line, by_count
 from moedge.apps.reports.page import Figure, figures_page
-from moedge.moe.groups import group_by_expert
-from moedge.moe.policy import Popular
+from moedge.moe.expert import group_by_expert
+from moedge.moe.expert_cache import Popular
 from moedge.offload.machine.hardware import find_hardware
-from moedge.offload.stream.lane import ShardKey
+from moedge.offload.stream.stream import ShardKey
 from moedge.runtime.engine.scheduler import PassLimits, Scheduler
 from moedge.runtime.engine.sequence import Sequence as Generated
 from moedge.runtime.kv.cache import KVCache

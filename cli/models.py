@@ -138,7 +138,7 @@ def show(
 
 def _routing(store: Path, shape: ModelShape) -> list[tuple[str, str]]:
     """The popularity of the experts of each layer, as observed by jobs."""
-    from ..runtime.weights.routing_profile import kept, profile_shapes
+    from ..runtime.weights.streaming import kept, profile_shapes
 
     profile = kept(store, profile_shapes([layer.experts.count if layer.experts else 0 for layer in shape.layers]))
     lines = []

@@ -5,15 +5,12 @@ A codec takes some twenty torch operations a chunk, between which threads wait f
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from ctypes import POINTER, byref
-from functools import cache
 
 from torch import Tensor
 
 from .formats.format import INT4PACK, ROWS, Layout
-from .native.interface import ENUMS, NativePacking
-from .native.library import available, function
+from .native.library import ENUMS, NativePacking, available, function
 
 _FORMATS, _ORDERS = ENUMS["weight_format"], ENUMS["order"]
 # Numbers of the rows that one call packs: few enough that threads end together, many enough that the call costs little.
@@ -47,10 +44,5 @@ def pack_rows(weight: Tensor, layout: Layout, planes: tuple[Tensor, ...]) -> boo
         format=_FORMATS[layout.format],
         order=_ORDERS[layout.order],
     )
-    _function()(byref(some))
+    function("moedge_pack", POINTER(NativePacking))(byref(some))
     return bool(some.finite)
-
-
-@cache
-def _function() -> Callable[..., None]:
-    return function("moedge_pack", [POINTER(NativePacking)])

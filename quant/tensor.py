@@ -14,22 +14,24 @@ from torch import Tensor
 
 from . import packing
 from .formats import int4, int8, mxfp4, nf4, plain, tiles
-from .formats.dtypes import DTYPES, OPTION_DTYPES, WEIGHT_DTYPES
 from .formats.format import (
     ALIGNMENT,
     CODE_BITS,
+    DTYPES,
     INT4PACK,
     NF4PACK,
+    OPTION_DTYPES,
     PACK_CHUNK,
     ROWS,
     TILES,
+    WEIGHT_DTYPES,
     FormatError,
     Layout,
     Plane,
     get_format,
     row_chunks,
 )
-from .native.interface import NativeMatrix
+from .native.library import NativeMatrix
 from .scratch import wide_columns
 
 

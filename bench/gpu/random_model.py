@@ -17,7 +17,7 @@ from torch import nn
 
 from moedge.offload.checkpoint.header import TensorEntry
 from moedge.offload.device import Device
-from moedge.offload.stream.lane import DENSE, HEAD
+from moedge.offload.stream.stream import DENSE, HEAD
 from moedge.quant.tensor import PackedTensor
 from moedge.runtime.loading.engine_loader import LoadedEngine, Loading
 from moedge.runtime.model.definition import define

@@ -25,8 +25,7 @@ from moedge.quant.native import library
 from moedge.runtime.attention.native_rows import RowAttention, RowQuery, stored
 from moedge.runtime.attention.protocol import AttentionCall
 from moedge.runtime.attention.torch_backend import TorchAttention
-from moedge.runtime.engine.batch import Batch, pack
-from moedge.runtime.engine.sequence import Sequence
+from moedge.runtime.engine.sequence import Batch, Sequence, pack
 from moedge.runtime.kv.cache import KVCache
 from moedge.runtime.kv.pool import KVPool
 from moedge.runtime.kv.spec import KVSpec

@@ -18,10 +18,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from moedge.offload.page_locked import allocate
-from moedge.offload.stream.lane import ALIGNMENT, Ring, Shard
+from moedge.offload.device import allocate
 from moedge.offload.stream.reader_lane import CHUNK_NBYTES, NUM_THREADS, DirectFile, ReaderLane
-from moedge.offload.stream.stream import ShardStream
+from moedge.offload.stream.stream import ALIGNMENT, Ring, Shard, ShardStream
 
 MIB = 1 << 20
 

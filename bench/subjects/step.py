@@ -27,10 +27,9 @@ import torch
 from torch import Tensor
 
 from moedge.offload.memory import return_memory
-from moedge.runtime.engine.batch import Batch
 from moedge.runtime.engine.engine import Engine
 from moedge.runtime.engine.scheduler import PassLimits, Scheduler
-from moedge.runtime.engine.sequence import Sequence
+from moedge.runtime.engine.sequence import Batch, Sequence
 from moedge.runtime.kv.cache import KVCache
 from moedge.runtime.kv.pool import KVPool
 from moedge.runtime.kv.spec import KVSpec

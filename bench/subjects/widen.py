@@ -27,7 +27,7 @@ from moedge.quant.formats.format import get_format
 from moedge.quant.matmul.matmul import ParallelMatmul, Workspace
 from moedge.quant.tensor import pack_into
 from moedge.runtime.model.dequantize import dequantize
-from moedge.runtime.shape.gguf_tensors import BLOCKS, _weight
+from moedge.runtime.shape.gguf import BLOCKS, _weight
 from moedge.runtime.shape.quantization import parse_quantization
 from moedge.runtime.shape.quantized import QuantizedWeight, model_tensors
 from moedge.runtime.weights.preparation import PackingLoss

@@ -18,8 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from ..errors import BadCheckpoint, MissingPackage
 from .checkpoint import MAX_FILES, Checkpoint, open_inside
-from .header import MAX_NAME_NBYTES, MAX_TENSORS, TensorEntry
-from .json_object import described
+from .header import MAX_NAME_NBYTES, MAX_TENSORS, TensorEntry, described
 
 SUFFIX = ".gguf"
 # Vocabularies and merges of 262,144 tokens take 15 MB.

@@ -19,9 +19,8 @@ from typing import NamedTuple
 from ..atomic_file import AtomicFile
 from ..checkpoint.header import ITEM_BITS, TensorEntry, header_nbytes, parse_header
 from ..errors import BadCheckpoint, BadStore
-from .access import open_trusted
 from .linked import LinkedTensor, OpenSource, SourceFile, close_sources, open_sources
-from .manifest import FileRecord
+from .manifest import FileRecord, open_trusted
 
 _CHUNK_NBYTES = 4 << 20
 

@@ -14,9 +14,17 @@ from types import TracebackType
 from typing import Self
 
 from ..errors import BadStore
-from .access import lock_to_use, refuse_untrusted
 from .linked import open_sources
-from .manifest import HEAD_FILE, MANIFEST, RESIDENT_FILE, Manifest, layer_file, read_manifest
+from .manifest import (
+    HEAD_FILE,
+    MANIFEST,
+    RESIDENT_FILE,
+    Manifest,
+    layer_file,
+    lock_to_use,
+    read_manifest,
+    refuse_untrusted,
+)
 from .shard_file import ShardExtent, ShardFile, is_sound, open_shard_file, read_shard
 
 
@@ -65,7 +73,9 @@ class Store:
         except BaseException:
             _close_all(descriptors)
             raise
-        _note_use(descriptors[0])
+        # Records that the store is used now, as the lock file's modification time, unless it cannot be changed.
+        with suppress(OSError):
+            os.utime(descriptors[0])
         return store
 
     @property
@@ -144,12 +154,6 @@ def _single(file: ShardFile, tensor: str) -> ShardExtent:
 
 def _resident(file: ShardFile) -> dict[str, ResidentTensor]:
     return {name: ResidentTensor(entry.dtype, entry.shape, _single(file, name)) for name, entry in file.entries.items()}
-
-
-def _note_use(lock: int) -> None:
-    """Records that the store is used now, as the lock file's modification time, unless it cannot be changed."""
-    with suppress(OSError):
-        os.utime(lock)
 
 
 def _close_all(descriptors: list[int]) -> None:

@@ -15,8 +15,17 @@ from typing import Any
 from platformdirs import user_cache_path
 
 from ..errors import BadStore, OutOfBudget, StoreInUse
-from .access import LOCK, lock_to_write
-from .manifest import MANIFEST, PROGRESS, Manifest, canonical, read_manifest, remove_files_except, store_files
+from .manifest import (
+    LOCK,
+    MANIFEST,
+    PROGRESS,
+    Manifest,
+    canonical,
+    lock_to_write,
+    read_manifest,
+    remove_files_except,
+    store_files,
+)
 
 _MAX_NAME_LENGTH = 60
 _HASH_DIGITS = 12

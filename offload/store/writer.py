@@ -17,7 +17,6 @@ from typing import Any, Self
 
 from ..atomic_file import rename
 from ..errors import DiskFull
-from .access import lock_to_write
 from .linked import LinkedTensor, SourceFile
 from .manifest import (
     HEAD_FILE,
@@ -28,6 +27,7 @@ from .manifest import (
     Manifest,
     begun_manifest,
     layer_file,
+    lock_to_write,
     make_folder,
     remove_files_except,
 )

@@ -20,8 +20,8 @@ from typing import Protocol
 
 import numpy as np
 
-from ..page_locked import address_of, allocate
-from .lane import ALIGNMENT, Shard, ShardPart, Slot, StreamBroken, SyncPoint
+from ..device import address_of, allocate
+from .stream import ALIGNMENT, Shard, ShardPart, Slot, StreamBroken, SyncPoint
 
 
 class Source(Protocol):

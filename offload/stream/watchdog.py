@@ -70,16 +70,13 @@ class Watchdog:
             self._counts, self._changed_at = counts, self._clock()
         elif self.pace is not Pace.STUCK and self._clock() - self._changed_at >= self._limit_seconds:
             self.pace = Pace.STUCK
-            self._give_up()
+            self._dump()
+            self._stop(f"nothing was computed and no byte moved for {self._limit_seconds:.0f} s")
         return self.pace
 
     def _watch(self) -> None:
         while not self._left.wait(self._limit_seconds / _CHECKS_PER_LIMIT):
             self.check()
-
-    def _give_up(self) -> None:
-        self._dump()
-        self._stop(f"nothing was computed and no byte moved for {self._limit_seconds:.0f} s")
 
 
 def _dump_to_stderr() -> None:

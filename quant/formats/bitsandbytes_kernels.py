@@ -14,7 +14,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from .dtypes import OPTION_DTYPES
+from .format import OPTION_DTYPES
 
 CPU_NAMES = {getattr(torch, each.name): each.option for each in OPTION_DTYPES.values()}
 

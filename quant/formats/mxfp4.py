@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..native.widening import widen_mxfp4
+from ..native.calls import widen_mxfp4
 from . import lookup
 
 GROUP = 32

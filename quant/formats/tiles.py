@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..native import tiles as native_tiles
+from ..native import calls
 from . import int4
 from .format import row_chunks
 
@@ -89,7 +89,7 @@ class TilesCodec:
                 interleave_groups(plane, out)
 
     def unpack(self, planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> None:
-        if native_tiles.widen(self._codes, planes, out):
+        if calls.widen_tiles(self._codes, planes, out):
             return
         for rows in row_chunks((len(out), out.shape[1]), BLOCK_ROWS):
             part = by_rows(tuple(plane[rows] for plane in planes), self._high_first)

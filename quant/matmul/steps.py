@@ -1,21 +1,20 @@
 """Steps of decoder layers that all threads of a pool run in one call of the library (native/steps.cpp).
 
-A step's arguments are a structure of native/interface.py. Activations are bfloat16. T rows, D hidden size, E experts of
+A step's arguments are a structure of native/library.py. Activations are bfloat16. T rows, D hidden size, E experts of
 which each row chooses A. Rows are set by `Steps.run`, counters by `Steps`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import POINTER, Array, Structure, addressof, byref, c_int64, memset, sizeof
-from functools import cache
 from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import Tensor
 
 from ..kernels.operands import Gate
-from ..native.interface import (
+from ..native.library import (
     CONSTANTS,
     ENUMS,
     NativeAttentionStep,
@@ -32,8 +31,8 @@ from ..native.interface import (
     NativeRouter,
     NativeRun,
     NativeStep,
+    function,
 )
-from ..native.library import function
 from ..scratch import row_nbytes
 from ..tensor import PackedTensor
 from .tiled import MOST_ROWS, ExpertMatrices, OnThreads, native_expert, native_mixture, native_product
@@ -100,7 +99,7 @@ class Steps:
             for arguments in self._sized:
                 arguments.rows = num_rows
         memset(self._counters, 0, sizeof(self._counters))
-        kernel, steps = _kernel(), byref(self._run)
+        kernel, steps = function("moedge_steps", POINTER(NativeRun)), byref(self._run)
         on_threads(lambda: kernel(steps))
 
 
@@ -230,8 +229,3 @@ def combine(rows: Tensor, residual: Tensor, routed: Routed) -> NativeCombination
         chosen=routed.ids.shape[1],
         columns=residual.shape[1],
     )
-
-
-@cache
-def _kernel() -> Callable[..., None]:
-    return function("moedge_steps", [POINTER(NativeRun)])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, addressof, byref, c_int64
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ..formats.format import TILES
 from ..kernels.operands import Gate
-from ..native.interface import (
+from ..native.calls import native_matrix
+from ..native.library import (
     CONSTANTS,
     ENUMS,
     NativeExpert,
@@ -25,9 +26,9 @@ from ..native.interface import (
     NativeMatrix,
     NativeMixture,
     NativeProduct,
+    available,
+    function,
 )
-from ..native.library import available, function
-from ..native.tiles import native_matrix
 from ..scratch import row_nbytes
 from ..tensor import PackedTensor
 
@@ -68,7 +69,7 @@ def multiply(
     """
     if x.stride(1) != 1:
         x = x.contiguous()
-    kernel = _functions()[0]
+    kernel = function("moedge_multiply", POINTER(NativeProduct))
     at_once = min(MOST_ROWS, scratch.numel() // row_nbytes(x.shape[1]))
     product = native_product(x, packed, bias, out, scratch, integer)
     for first in range(0, x.shape[0], at_once):
@@ -141,7 +142,7 @@ def multiply_experts(
             job.expert = native_expert((rows.up, rows.up_bias, rows.down, rows.down_bias))
             offset += rows.num_rows * of_row
         mixture.num_jobs, mixture.jobs, mixture.counters = len(jobs), addressof(jobs), addressof(counters)
-        on_threads(partial(_functions()[1], byref(mixture)))
+        on_threads(partial(function("moedge_experts", POINTER(NativeMixture)), byref(mixture)))
 
 
 def native_mixture(
@@ -191,9 +192,3 @@ def native_matrix_of(packed: PackedTensor) -> NativeMatrix:
 
 def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
-
-
-@cache
-def _functions() -> tuple[Callable[..., None], Callable[..., None]]:
-    product, mixture = [POINTER(NativeProduct)], [POINTER(NativeMixture)]
-    return function("moedge_multiply", product), function("moedge_experts", mixture)

@@ -10,7 +10,7 @@ suffix of every name that it exports. To add one:
    nothing and start no thread: a kernel computes the work items `begin` to `end`, in scratch that its caller owns, and
    Python's worker pool calls it from its threads (ctypes releases Python's lock).
 2. Add the file to `build.KERNELS`.
-3. Write the struct of its arguments into `interface.h`, and name ctypes' structure of it in `interface.py`, which reads
+3. Write the struct of its arguments into `interface.h`, and name ctypes' structure of it in `library.py`, which reads
    the fields from there. Add the function to MOEDGE_KERNELS in `moedge_cpu.h`; `library.cpp` then exports it under its
    plain name and calls the one for the instruction set that was chosen.
    One that has code for processors without AVX2 is in MOEDGE_PORTABLE_KERNELS and `build.PORTABLE`: its file is

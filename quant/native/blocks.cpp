@@ -1,5 +1,5 @@
 // Dequantizes blocks of GGUF's types to float32, with the operations and the bits of the gguf package (gguf/quants.py,
-// whose layouts these are), and bytes by a table. quant/native/blocks.py calls it.
+// whose layouts these are), and bytes by a table. quant/native/calls.py calls it.
 #include "moedge_cpu.h"
 #include "simd.h"
 

@@ -1,5 +1,5 @@
 // The constants, enums and structs that Python hands to the library. This file is the only place where they stand:
-// interface.py reads it and makes ctypes' structures of it. It therefore has one field a line, `type name;` or
+// library.py reads it and makes ctypes' structures of it. It therefore has one field a line, `type name;` or
 // `type name[COUNT];`, and comments with `//` alone. Addresses are those of contiguous memory that outlives the call.
 #ifndef MOEDGE_INTERFACE_H
 #define MOEDGE_INTERFACE_H

@@ -1,5 +1,5 @@
 // Widens matrices in order `tiles` to bfloat16, row after row, for products of many rows by other kernels.
-// native/tiles.py calls it.
+// native/calls.py calls it.
 //
 // A weight is value(code) * scale + zero, each operation rounded to float32 and the result once more to bfloat16: the bits
 // of the codecs in torch.

@@ -1,4 +1,4 @@
-// Widens rows of MXFP4 to bfloat16, which is exact. quant/native/widening.py calls it.
+// Widens rows of MXFP4 to bfloat16, which is exact. quant/native/calls.py calls it.
 //
 // Compiled for every instruction set, and for processors without AVX2, with and without SSSE3. The bits are those of a
 // product of level and power of two: infinite where that overflows, subnormal where it is small, and a zero keeps its sign.

@@ -65,10 +65,10 @@ if TYPE_CHECKING:
         same_everywhere,
     )
     from ..loading.engine_loader import LoadedModel
-    from ..loading.kernels_here import bitsandbytes_speed, cpu_kernels, gpu_kernels, product_error
+    from ..loading.selftest import bitsandbytes_speed, cpu_kernels, gpu_kernels, product_error
     from ..plan.fallback import Fallback, FallbackPolicy
-    from ..plan.history import RunRecord, last_runs
     from ..plan.memory_ledger import TierLedger
+    from ..plan.plan_file import RunRecord, last_runs
     from ..plan.planner import PlanResult, reads_integers
     from ..rows.answer_formats import with_own
     from ..rows.columns import Template, read_schema, text_or_file
@@ -147,19 +147,19 @@ _MODULES = {
     # What computes here: torch and the kernels, tried.
     "QUANT_FORMATS": "...quant.formats.format",
     "TorchBuild": "..settings.computing",
-    "bitsandbytes_speed": "..loading.kernels_here",
-    "cpu_kernels": "..loading.kernels_here",
+    "bitsandbytes_speed": "..loading.selftest",
+    "cpu_kernels": "..loading.selftest",
     "dotted": "..settings.computing",
     "find_torch": "..settings.computing",
-    "gpu_kernels": "..loading.kernels_here",
-    "product_error": "..loading.kernels_here",
+    "gpu_kernels": "..loading.selftest",
+    "product_error": "..loading.selftest",
     "reads_integers": "..plan.planner",
     "unusable_torch": "..settings.computing",
     # Prepared weights on disk, and how well past runs were predicted.
-    "RunRecord": "..plan.history",
+    "RunRecord": "..plan.plan_file",
     "default_root": "...offload.store.stores",
     "disk_of": "...offload.store.stores",
-    "last_runs": "..plan.history",
+    "last_runs": "..plan.plan_file",
     "stores": "...offload.store.stores",
     # Options, as every command and function declares them: `option` is how, `options` are the kinds that several share.
     "option": "..settings.option",

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any, Self
 
-from ...moe.streaming_mode import DEFAULTS, ExpertOptions
+from ...moe.streaming_order import DEFAULTS, ExpertOptions
 from ...offload.memory import Heap, reset_host_peak, return_memory, trim
 from ..jobs.lifecycle import load_model, plan_model, profile_model
 from ..loading.engine_loader import LoadedModel

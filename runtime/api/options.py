@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...moe.streaming_mode import ExpertOptions, Mode
+from ...moe.streaming_order import ExpertOptions, Mode
 from ..jobs.stop import Limits
 from ..rows.columns import rows_as
 from ..rows.fields import kwargs_setting

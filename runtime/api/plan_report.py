@@ -17,9 +17,8 @@ from rich.text import Text
 from ...offload.budget import gib
 from ..jobs.job_plan import equal_rows, measured_job, plan_request, refuse_unknown_machine
 from ..plan.kernels import Kernels
-from ..plan.plan_file import document, refusal
+from ..plan.plan_file import by_budget, by_sequences, document, nearest, refusal, suggestions
 from ..plan.planner import PlanResult, solve
-from ..plan.what_if import by_budget, by_sequences, nearest, suggestions
 from ..settings.errors import DoesNotFit, counted
 from ..settings.formatting import TIE, count, duration, escape_controls, fit, formats_line, kernel_lines
 from ..settings.option import check, with_options

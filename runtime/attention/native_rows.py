@@ -6,6 +6,7 @@ A row's bits depend on its query and its past alone: neither on other rows nor o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from ctypes import addressof
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,13 +17,13 @@ import torch
 from ...quant.kv.codec import Coded
 from ...quant.kv.format import VectorFormat
 from ...quant.matmul.thread_pool import WorkerPool
-from ...quant.native.attention import Kernel, kernels, scratch_nbytes
-from ...quant.native.interface import CONSTANTS, ENUMS, NativeAttention, NativeVectors
-from ..engine.batch import Batch, Chunk
+from ...quant.native.calls import Kernel, attention_kernels, attention_scratch_nbytes
+from ...quant.native.library import CONSTANTS, ENUMS, NativeAttention, NativeAttentionStep, NativeVectors
+from ..engine.sequence import Batch, Chunk
 from ..kv.cache import KVCache
 from ..kv.pool import KVPool
 from .choice import PARTIALS_NBYTES, SINGLE_THREAD_NUMEL
-from .protocol import AttentionCall, decodes
+from .protocol import AttentionCall, check_reach, decodes
 
 Ints = npt.NDArray[np.int32]
 ROWS, SPLIT, FORMATS = CONSTANTS["rows"], CONSTANTS["split"], ENUMS["format"]
@@ -165,13 +166,13 @@ class RowAttention:
         return RowPlan(call, padded, np.array(runs, np.int32), *sizes, torch.tensor(begins))
 
     def _reserve(self, arguments: NativeAttention, threads: int) -> torch.Tensor:
-        nbytes = _aligned(scratch_nbytes(arguments)) * threads + 64
+        nbytes = _aligned(attention_scratch_nbytes(arguments)) * threads + 64
         if self._scratch.shape[0] < nbytes:
             self._scratch = self._scratch.new_empty(nbytes)
         return self._scratch
 
     def _run(self, arguments: NativeAttention, wave: Wave, single: bool) -> None:
-        attend, reduce = kernels()
+        attend, reduce = attention_kernels()
         self._point(arguments, wave)
         self._share(arguments, attend, wave.num_items * arguments.kv_heads, single)
         if wave.pieces is not None:
@@ -186,7 +187,7 @@ class RowAttention:
         """Lets the kernels compute a wave on `threads` threads: the address of their scratch, and the bytes of each."""
         self._point(arguments, wave)
         scratch = self._reserve(arguments, threads)
-        return _aligned(scratch.data_ptr()), _aligned(scratch_nbytes(arguments))
+        return _aligned(scratch.data_ptr()), _aligned(attention_scratch_nbytes(arguments))
 
     def _point(self, arguments: NativeAttention, wave: Wave) -> None:
         arguments.rows = wave.runs.ctypes.data
@@ -201,7 +202,7 @@ class RowAttention:
 
     def _share(self, arguments: NativeAttention, kernel: Kernel, items: int, single: bool) -> None:
         """Computes all items, several at a time on every thread."""
-        nbytes = _aligned(scratch_nbytes(arguments))
+        nbytes = _aligned(attention_scratch_nbytes(arguments))
         base = _aligned(self._scratch.data_ptr())
         if single or self._workers.size == 1:
             kernel(arguments, 0, items, base)
@@ -279,3 +280,113 @@ def _vectors(stored: Stored) -> NativeVectors:
     planes: Coded = stored.planes
     addresses = (0 if plane is None else plane.data_ptr() for plane in planes)
     return NativeVectors(*addresses, FORMATS[stored.format.name], stored.width)
+
+
+# Items that every thread takes at most, so that all end at about the same time.
+_TURNS = 8
+
+
+class AttentionSteps:
+    """The arguments of two steps for every layer, ATTEND and REDUCE, and where a pass stores keys and values.
+
+    Keys and values are bfloat16 in the cache. All layers read the queries q [T, Hq, D] and write out [T, Hq, D], in
+    memory that stays; `begin` sets what changes from pass to pass.
+    """
+
+    def __init__(
+        self,
+        rows: RowAttention,
+        cache: KVCache,
+        calls: Sequence[AttentionCall],
+        q: torch.Tensor,
+        out: torch.Tensor,
+        threads: int,
+    ) -> None:
+        self._rows, self._cache, self._calls, self._threads = rows, cache, calls, threads
+        self._q, self._out = q, out
+        self._arguments: list[NativeAttention] = []
+        # Tensors that live as long as this, and those of the running pass.
+        self._forever: list[torch.Tensor] = []
+        self._kept: list[object] = []
+        self._waves: dict[int, tuple[RowPlan, Wave]] = {}
+        self.attend, self.reduce = ([NativeAttentionStep() for _ in calls] for _ in range(2))
+        self._groups = [cache.layer_indices[call.layer].group for call in calls]
+        for call, group in zip(calls, self._groups, strict=True):
+            check_reach(call, cache.pools[group].spec.group)
+
+    def codes(self, index: int) -> tuple[int, int]:
+        """The addresses of keys and values in the cache, [blocks, H, block, D], of the index-th layer."""
+        where = self._cache.layer_indices[self._calls[index].layer]
+        keys, values = self._cache.pools[where.group].planes(where.index)
+        return keys.codes.data_ptr(), values.codes.data_ptr()
+
+    @property
+    def block(self) -> int:
+        return self._cache.block
+
+    def begin(self, batch: Batch) -> list[int] | None:
+        """Gets ready for a pass; the addresses of its slots int64 [T], by layer. None if it has other rows."""
+        if len(batch.chunks) != batch.num_tokens:
+            return None
+        self._waves, slots = {}, {}
+        for call, group in zip(self._calls, self._groups, strict=True):
+            if group in self._waves:
+                continue
+            plan = self._rows.plan(call, batch, group)
+            assert plan is not None
+            waves = list(plan.waves(self._q.shape[1] // plan.kv_heads, self._threads))
+            if len(waves) > 1:
+                return None
+            self._waves[group], slots[group] = (plan, waves[0]), self._slots(batch, group)
+        self._kept = list(slots.values())
+        memory = None
+        # Memory that one layer makes grow is at another address for those before it.
+        while memory != self._rows.memory:
+            memory = self._rows.memory
+            for index in range(len(self._calls)):
+                self._point(index)
+        return [slots[group].ctypes.data for group in self._groups]
+
+    def _slots(self, batch: Batch, group: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        block = self._cache.block
+        tables = (chunk.sequence.table.blocks[group] for chunk in batch.chunks)
+        return np.array(
+            [
+                table[chunk.past // block] * block + chunk.past % block
+                for chunk, table in zip(batch.chunks, tables, strict=True)
+            ],
+            np.int64,
+        )
+
+    def _point(self, index: int) -> None:
+        """Sets what the index-th layer reads of the pass."""
+        plan, wave = self._waves[self._groups[index]]
+        if index == len(self._arguments):
+            self._arguments.append(self._make(index, plan))
+        arguments = self._arguments[index]
+        arguments.tables, arguments.table_width = plan.tables.ctypes.data, plan.tables.shape[1]
+        base, nbytes = self._rows.point(arguments, wave, self._threads)
+        items = wave.num_items * plan.kv_heads
+        reduced = 0 if wave.pieces is None else len(wave.runs) * plan.kv_heads
+        at_once = max(1, items // (self._threads * _TURNS))
+        for step, count, many in ((self.attend[index], items, at_once), (self.reduce[index], reduced, 1)):
+            step.attention, step.items, step.at_once = addressof(arguments), count, many
+            step.scratch, step.thread_nbytes = base, nbytes
+
+    def _make(self, index: int, plan: RowPlan) -> NativeAttention:
+        call = self._calls[index]
+        where = self._cache.layer_indices[call.layer]
+        pool = self._cache.pools[where.group]
+        keys, values = stored(pool, where.index)
+        arguments, kept = arguments_of(RowQuery(call, self._q), [keys], values, plan, self._out)
+        arguments.exact, arguments.block = False, self._cache.block
+        # The sinks, in float32.
+        self._forever += kept
+        return arguments
+
+
+def stores_plainly(pool: KVPool) -> bool:
+    """Whether keys and values are in the cache as they are in bfloat16."""
+    planes = [side.codes for side in pool.planes(0)]
+    plain = pool.key_transform is None and not pool.quantized and not pool.spec.group.is_latent
+    return plain and all(codes.dtype == torch.bfloat16 and codes.is_contiguous() for codes in planes)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ...quant.kernels.upload import upload
-from ..engine.batch import Batch, Chunk
+from ..engine.sequence import Batch, Chunk
 from ..kv.cache import KVCache
 from .kernels.operands import Pages
 from .protocol import AttentionCall, is_causal_prefill

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from ..engine.batch import Batch, Chunk
+from ..engine.sequence import Batch, Chunk
 from ..kv.pool import KVPool
 from ..settings.errors import UnsupportedModel
 from ..shape.model_shape import KVGroup

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ...quant.matmul.selftest import BOUNDS, Wrong, errors
 from ...quant.tensor import dtype_name
-from ..engine.batch import Batch, pack
-from ..engine.sequence import Sequence
+from ..engine.sequence import Batch, Sequence, pack
 from ..kv.cache import KVCache
 from ..kv.pool import KVPool
 from ..kv.spec import KVSpec

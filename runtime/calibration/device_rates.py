@@ -15,10 +15,10 @@ import torch
 from ...offload.device import Device
 from ...offload.errors import is_out_of_memory
 from ...offload.machine.profile import ATTENTION, TOGETHER, Overheads
-from ...offload.machine.timing import best_seconds
+from ...offload.machine.speeds import best_seconds
 from ...quant.formats.format import QUANT_FORMATS
-from ...quant.kernels import tuning
-from ...quant.kernels.gpu import Gpu
+from ...quant.kernels import operands
+from ...quant.kernels.operands import Gpu
 from ...quant.kv.format import KV_FORMATS
 from ...quant.matmul.matmul import ParallelMatmul, Workspace
 from ...quant.scratch import scratch_nbytes
@@ -68,7 +68,7 @@ def device_rates(device: Device, gpu: Gpu) -> dict[str, dict[int, float]]:
     dtype = TORCH_DTYPES[choose_dtype("auto", "bf16", gpu)]
     rates = {name: {rows: _alone(device, name, dtype, rows) for rows in ROWS} for name in QUANT_FORMATS}
     if not gpu.lacks.experts:
-        rates |= {TOGETHER.format(name): _together(device, name, dtype) for name in tuning.FORMATS}
+        rates |= {TOGETHER.format(name): _together(device, name, dtype) for name in operands.FORMATS}
     if not gpu.lacks.attention:
         formats = [name for name in KV_FORMATS if TORCH_DTYPES.get(name, dtype) == dtype]
         rates |= {ATTENTION.format(name): _attention(device, gpu, name, dtype) for name in formats}

@@ -12,11 +12,18 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-from ...offload.machine.disk import large, large_files, measure_cold_reads, measure_disk
 from ...offload.machine.hardware import Hardware, find_hardware, nearest_existing
-from ...offload.machine.link import measure_device_memory, measure_link, measure_pin_limit
 from ...offload.machine.profile import Disk, DiskRead, FlopRates, Machine, load_machine, saved_path, this_machine
-from ...offload.machine.timing import measure_memory
+from ...offload.machine.speeds import (
+    large,
+    large_files,
+    measure_cold_reads,
+    measure_device_memory,
+    measure_disk,
+    measure_link,
+    measure_memory,
+    measure_pin_limit,
+)
 from ...offload.memory import host_available, trim
 from ..settings.stages import stage
 
@@ -112,7 +119,7 @@ def machine_profile(folder: Path, again: bool = False, files: Sequence[Path] = (
 
 def _measure(folder: Path, files: Sequence[Path], hardware: Hardware) -> Machine:
     from ...offload.device import find_device
-    from ..loading.gpu_selftest import usable_kernels, usual_needs
+    from ..loading.selftest import usable_kernels, usual_needs
     from .device_rates import device_overheads, device_rates
     from .pass_rates import faster, loading_rates, measure_fused_overheads, measure_overheads, pass_rates, weight_rates
 

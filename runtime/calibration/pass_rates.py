@@ -18,10 +18,10 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from ...moe.expected_rows import expected_union
+from ...moe.routing_stats import expected_union
 from ...offload.device import Device
 from ...offload.machine.profile import ATTENTION, TOGETHER, LoadingRates, Overheads
-from ...offload.machine.timing import Case, best_seconds, measure_rates
+from ...offload.machine.speeds import Case, best_seconds, measure_rates
 from ...quant.formats.format import QUANT_FORMATS, get_format
 from ...quant.kv.format import KV_FORMATS
 from ...quant.matmul.matmul import Matmul, ParallelMatmul, Workspace, kernel_order, measure_gemv_max_rows
@@ -30,10 +30,9 @@ from ...quant.scratch import scratch_nbytes
 from ...quant.tensor import PackedTensor, dtype_name, pack, pack_into
 from ..attention.protocol import AttentionBackend, AttentionCall
 from ..attention.torch_backend import TorchAttention
-from ..engine.batch import Batch
-from ..engine.batch import pack as pack_batch
 from ..engine.engine import Engine, Model
-from ..engine.sequence import Sequence
+from ..engine.sequence import Batch, Sequence
+from ..engine.sequence import pack as pack_batch
 from ..kv.cache import KVCache
 from ..kv.pool import KVPool
 from ..kv.spec import KVSpec

@@ -20,15 +20,14 @@ import numpy as np
 import torch
 
 from ...offload.errors import is_out_of_memory
-from ..kv.usage import Usage
+from ..kv.allocator import Usage
 from ..sampling.draw import Draw, Sampled
 from ..sampling.grammar import GrammarState
 from ..sampling.params import TokenLogprob
 from ..sampling.sampler import Sampler, TokenMasks
 from ..settings.errors import MemoryGaveOut
-from .batch import Batch, halves
 from .scheduler import ScheduleCounts, Scheduler
-from .sequence import Sequence
+from .sequence import Batch, Sequence, halves
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 from ..kv.cache import KVCache
 from ..sampling.draw import NO_TOKEN, Sampled
-from .batch import Batch, cut_count, pack
-from .sequence import Sequence, SequenceStatus
+from .sequence import Batch, Sequence, SequenceStatus, cut_count, pack
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from ...quant.matmul.selftest import ANY_KERNEL
 from ...quant.tensor import TORCH_DTYPES
 from ..api.model import OpenModel
 from ..engine import sequence
-from ..engine.batch import Batch
+from ..engine.sequence import Batch
 from ..loading.prepare import precision
 from ..model.experts_seam import PackedExperts
 from ..model.fused.layer import FusedLayer
@@ -31,10 +31,8 @@ from ..settings.settings import Settings
 from ..settings.stages import stage
 from ..shape.shards import ModelShards
 from ..source.model_source import ModelSource, open_source
-from .format_weights import FormatWeights
-from .local import LocalErrors, hidden_of
 from .parts import MOST_ROUNDINGS, Part, PartErrors
-from .reference import Reference, compute_reference
+from .reference import FormatWeights, LocalErrors, Reference, compute_reference, hidden_of
 
 SCHEMA = "moedge.check/3"
 MAX_TOKENS = 8

@@ -14,15 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...moe.expert import ResidentExpert
-from ...moe.groups import ExpertGroups
+from ...moe.expert import ExpertGroups, ResidentExpert
 from ...quant.matmul.selftest import BOUNDS, definition, errors, rounded
 from ...quant.tensor import PackedTensor, dtype_name
 from ..attention.latent import LatentAttention
 from ..attention.protocol import AttentionBackend, AttentionCall
 from ..attention.selftest import ROUNDINGS
 from ..attention.torch_backend import TorchAttention
-from ..engine.batch import Batch
+from ..engine.sequence import Batch
 from ..model.experts_seam import PackedExperts
 from ..model.runner import ModelRunner
 from ..model.weights_seam import PackedLinear

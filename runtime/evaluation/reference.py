@@ -1,39 +1,213 @@
-"""A checkpoint computed by transformers alone, in float32: what `moedge check` compares an engine with.
+"""The floats that an engine's answers are compared with: a checkpoint's own, or those that its packed weights mean.
 
 Two ways lead to the numbers: transformers' own loading of the whole checkpoint, or its model definition with weights
-that are dequantized and loaded a layer at a time, and of a layer as many experts at a time as the budget holds.
+that are dequantized and loaded a layer at a time, and of a layer as many experts at a time as the budget holds. What an
+engine computes with packed weights is compared with them, not with weights that it does not have.
+
+A layer that gets what the engine's layer got differs from it by that layer's rounding alone. From end to end rounding
+adds up, and in a mixture it chooses other experts where a router's scores are nearly equal, after which all numbers
+differ.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from ...offload.budget import gib
 from ...offload.memory import return_memory, trim
+from ...quant.formats.format import INTEGER_CODES, PACK_CHUNK, TILE_COLUMNS, TILES, Layout, row_chunks
+from ...quant.matmul.selftest import definition, rounded
+from ...quant.tensor import CODECS, bind_cleared, torch_dtype
 from ..model.definition import define_stock
-from ..model.llama4 import adapt_decoder
+from ..model.experts_seam import adapt_decoder
 from ..model.loading import CheckpointLoader
 from ..plan.candidate import SLACK_NBYTES
 from ..settings.budgets import MIB, process_nbytes
 from ..settings.errors import DoesNotFit
 from ..settings.stages import Advance, stage
-from ..shape.checkpoint_shape import open_checkpoint, read_tensors
 from ..shape.config import CONFIG, ModelConfig
 from ..shape.model_shape import ModelShape
-from ..shape.shards import ITEM_NBYTES, checkpoint_nbytes, resident_nbytes
+from ..shape.read import open_checkpoint, read_tensors
+from ..shape.shards import ITEM_NBYTES, ModelShards, ShardMatrix, checkpoint_nbytes, resident_nbytes
 from ..source.model_source import ModelSource
 from ..weights.preparation import WINDOW_COPIES, widening_nbytes
-from .format_weights import FormatWeights
-from .local import LocalErrors, hidden_of
+
+
+class FormatWeights(TorchFunctionMode):
+    """The matrices of a model in the formats of `shards`, a layer at a time.
+
+    While entered, products with the matrices that were set last round activations to int8 if `integer`. Matrices
+    whose codes are the checkpoint's, and those that are not packed, stay as they are.
+    """
+
+    def __init__(self, shards: ModelShards, integer: bool) -> None:
+        super().__init__()
+        self._shards, self._integer = shards, integer
+        # The columns of a row that share a scale, by the address of the matrix.
+        self._columns: dict[int, int] = {}
+
+    def set_dense(self, index: int, layer: nn.Module) -> None:
+        """Replaces the weights of a layer's linears, which are in memory; those of other layers are no longer known."""
+        self._columns.clear()
+        for matrix in self._shards.layers[index].dense.matrices:
+            linear: Any = layer.get_submodule(matrix.name)
+            self._set([linear.weight], matrix)
+
+    def set_experts(self, index: int, experts: Any, up_name: str) -> None:
+        """Replaces the experts that are in memory, [n, N, K], or [n, K, N] where the module is transposed."""
+        shard = self._shards.layers[index].expert
+        assert shard is not None
+        for name, matrix in zip((up_name, "down_proj"), shard.matrices, strict=True):
+            stack = getattr(experts, name)
+            self._set([each.t() if experts.is_transposed else each for each in stack], matrix)
+
+    def set_head(self, head: nn.Module) -> None:
+        """Replaces the weight of an output head that is not tied to the embedding."""
+        self._columns.clear()
+        if self._shards.head is not None:
+            linear: Any = head
+            self._set([linear.weight], self._shards.head.matrices[0])
+
+    def _set(self, weights: Sequence[Tensor], matrix: ShardMatrix) -> None:
+        layout, columns = matrix.layout, 0
+        if self._integer and layout.codes in INTEGER_CODES and (layout.order == TILES or not layout.grouped):
+            columns = TILE_COLUMNS if layout.order == TILES else layout.shape[1]
+        for weight in weights:
+            if not matrix.kept and layout.format != "none":
+                with torch.no_grad():
+                    weight.copy_(as_packed(weight, layout))
+            self._columns[weight.untyped_storage().data_ptr()] = columns
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Rounds the argument in front of a matrix."""
+        for at, each in enumerate(args[1:]):
+            if isinstance(each, Tensor) and isinstance(args[at], Tensor) and args[at].is_floating_point():
+                columns = self._columns.get(each.untyped_storage().data_ptr(), 0)
+                if columns and args[at].shape[-1] % columns == 0:
+                    x = args[at].reshape(-1, args[at].shape[-1])
+                    args = (*args[:at], rounded(x, columns).view_as(args[at]), *args[at + 1 :])
+        return func(*args, **(kwargs or {}))
+
+
+def as_packed(weight: Tensor, layout: Layout) -> Tensor:
+    """The float32 matrix [N, K] that its codes stand for when it is packed by torch."""
+    packed = bind_cleared(layout, torch.zeros(layout.nbytes, dtype=torch.uint8))
+    for rows in row_chunks(layout.shape, layout.row_block, PACK_CHUNK):
+        part = weight[rows].to(torch_dtype(layout.dtype))
+        CODECS[layout.codes, layout.order].pack(part, packed.rows(rows))
+    return definition(packed)
+
+
+# How often a layer is computed from shaken states, and how often each sequence is computed in all.
+_SHAKEN = 2
+_TIMES = 2 + _SHAKEN
+
+
+class LocalErrors:
+    """Lets a reference compute each layer from an engine's hidden states, beside its own.
+
+    `hidden` [L, S, T, D] is what the engine's layers returned; `chosen` has for each layer the experts of every token
+    [S, T, K], -1 where there are fewer, or None. `roundoff` is the unit of roundoff of the engine's dtype.
+
+    After a pass over `repeat(token_ids)` there are for each layer, over tokens [S, T]: in `relative` the L2 differences
+    of hidden states, relative to the larger of what goes into the layer and what comes out; in `shaken` by how much the
+    reference's own change if its input changes by at most one unit of roundoff; `rerouted` is where the engine chose
+    other experts than the reference did.
+    """
+
+    def __init__(self, hidden: Tensor, chosen: Sequence[Tensor | None], roundoff: float) -> None:
+        self.relative: list[Tensor] = []
+        self.shaken: list[Tensor] = []
+        self.rerouted: list[Tensor] = []
+        self._hidden = hidden
+        self._chosen = chosen
+        self._roundoff = roundoff
+        self._count = hidden.shape[1]
+        self._random = torch.Generator().manual_seed(0)
+        self._input = torch.empty(0)
+        # The experts of a layer [2 + shaken, S, T, K] that the reference chose.
+        self._routed: Tensor | None = None
+
+    def repeat(self, token_ids: Tensor) -> Tensor:
+        """token_ids [S, T] once for the reference's own pass, and for what is computed beside it."""
+        return token_ids.repeat(_TIMES, 1)
+
+    def watch(self, layers: Sequence[nn.Module]) -> None:
+        """Hooks the reference's layers. What is behind the last one gets 2 * S sequences, the reference's and the
+        engine's."""
+        for index, layer in enumerate(layers):
+            layer.register_forward_pre_hook(partial(self._enter, index), with_kwargs=True)
+            for module in layer.modules():
+                if type(module).__name__ == "Llama4Router":
+                    # In this family all experts compute all tokens, most of them on zeros.
+                    module.register_forward_hook(lambda router, _, out: self._route(out[1].topk(router.top_k).indices))
+                elif getattr(getattr(module, "down_proj", None), "ndim", 0) == 3:
+                    module.register_forward_pre_hook(self._choose, with_kwargs=True)
+            layer.register_forward_hook(partial(self._leave, index, index == len(layers) - 1))
+
+    def _enter(self, index: int, layer: nn.Module, args: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        hidden = (args[0] if args else named["hidden_states"]).detach()
+        own = hidden[: self._count]
+        given = self._hidden[index - 1].to(own.dtype) if index else own
+        hidden = torch.cat([own, given, *(self._shake(given) for _ in range(_SHAKEN))])
+        self._input, self._routed = given, None
+        return ((hidden, *args[1:]), named) if args else (args, {**named, "hidden_states": hidden})
+
+    def _shake(self, states: Tensor) -> Tensor:
+        noise = torch.rand(states.shape, generator=self._random) * 2 - 1
+        return states * (1 + noise * self._roundoff)
+
+    def _choose(self, experts: Any, args: Any, named: dict[str, Any]) -> None:
+        given = (*args, *named.values())
+        if len(given) == 3:
+            # Choices behind the matrices return their input.
+            self._route(given[1].masked_fill(given[1] >= len(experts.down_proj), -1))
+
+    def _route(self, chosen: Tensor) -> None:
+        shape = (_TIMES, *self._hidden.shape[1:3])
+        if chosen.numel() and len(chosen) == shape[0] * shape[1] * shape[2]:
+            self._routed = chosen.reshape(*shape, -1)[1:]
+
+    def _leave(self, index: int, last: bool, layer: nn.Module, args: Any, out: Any) -> Any:
+        states, found = hidden_of(out).detach(), self._hidden[index]
+        own, wanted, *shaken = states.reshape(_TIMES, self._count, *states.shape[1:])
+        size = torch.maximum(wanted.norm(dim=-1), self._input.norm(dim=-1))
+        self.relative.append((found - wanted).norm(dim=-1) / size)
+        moved = torch.stack([(each - wanted).norm(dim=-1) / size for each in shaken])
+        rerouted = torch.zeros(found.shape[:2], dtype=torch.bool)
+        if self._routed is not None:
+            moved[_differ(self._routed[1:], self._routed[0])] = 0
+            chosen = self._chosen[index]
+            if chosen is not None and chosen.shape == self._routed[0].shape:
+                rerouted = _differ(chosen, self._routed[0])
+        self.shaken.append(moved.amax(0))
+        self.rerouted.append(rerouted)
+        if not last:
+            return None
+        states = torch.cat([own, found.to(own.dtype)])
+        return (states, *out[1:]) if isinstance(out, tuple) else states
+
+
+def _differ(chosen: Tensor, others: Tensor) -> Tensor:
+    """Where two choices [..., K] of experts differ, in whatever order they are."""
+    return (chosen.sort(-1).values != others.sort(-1).values).any(-1)
+
+
+def hidden_of(out: Any) -> Tensor:
+    """The hidden states among what a decoder layer returned."""
+    states: Tensor = out[0] if isinstance(out, tuple) else out
+    return states
+
 
 _ITEM = ITEM_NBYTES["fp32"]
 # Methods whose codes transformers widens to float32 without rounding them in between, where a CPU computes.
@@ -263,7 +437,8 @@ def _in_windows(
             with _narrowed(experts, window, whole):
                 ids = torch.where(inside, chosen - window.start, 0)
                 out += forward(experts, hidden, ids, weights.masked_fill(~inside, 0))
-            _restore(experts, whole)
+            for name, parameter in whole.items():
+                setattr(experts, name, parameter)
     experts.num_experts = total
     return out
 
@@ -280,11 +455,6 @@ def _narrowed(experts: Any, window: range, whole: Mapping[str, nn.Parameter]) ->
         yield
     finally:
         experts.num_experts = total
-
-
-def _restore(experts: Any, whole: Mapping[str, nn.Parameter]) -> None:
-    for name, parameter in whole.items():
-        setattr(experts, name, parameter)
 
 
 def _free(advance: Advance, nbytes: int, layer: nn.Module, *_: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...moe.streaming_mode import ExpertOptions
+from ...moe.streaming_order import ExpertOptions
 from ...offload.memory import Heap
 from ..api.generation import DeferredInterrupt
 from ..api.model import OpenModel, refuse_over_budget
@@ -67,7 +67,25 @@ def bench(model: str, settings: Settings, budgets: Budgets, experts: ExpertOptio
         heap = opened.rehearse(loaded, most)
         fitting = [count for count in load.sequences if count <= loaded.policy.plan.max_sequences]
         points = [_point(loaded, load, count, heap) for count in fitting or [loaded.policy.plan.max_sequences]]
-        document = _document(loaded, load, points)
+        request, ledger = loaded.chosen.request, loaded.engine.ledger.measure()
+        rates, hardware = request.costs.rates, request.hardware
+        device = loaded.policy.plan.staging is not None
+        document = {
+            "schema": SCHEMA,
+            "version": version("moedge"),
+            "at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "model": {"name": loaded.source.name, "type": loaded.source.shape.model_type},
+            "machine": {
+                "hardware": None if hardware is None else asdict(hardware),
+                "measured": rates.measured,
+                "disk_bytes_s": rates.disk_bytes_s if rates.measured else None,
+                "link_bytes_s": rates.link_bytes_s if rates.measured and device else None,
+            },
+            "load": asdict(load),
+            "plan": loaded.policy.plan.as_dict(),
+            "memory": {name: {"budget": tier.budget, "peak": tier.peak} for name, tier in ledger.tiers.items()},
+            "points": points,
+        }
         refuse_over_budget(loaded.engine.ledger.measure().over_budget, document)
         return document
 
@@ -116,25 +134,3 @@ def _prompts(loaded: LoadedModel, load: Load, count: int) -> Iterator[list[int]]
     generator = torch.Generator().manual_seed(load.seed * 1_000_003 + count)
     for _ in range(count):
         yield torch.randint(loaded.source.shape.vocab, (load.prompt_tokens,), generator=generator).tolist()
-
-
-def _document(loaded: LoadedModel, load: Load, points: list[dict[str, Any]]) -> dict[str, Any]:
-    request, ledger = loaded.chosen.request, loaded.engine.ledger.measure()
-    rates, hardware = request.costs.rates, request.hardware
-    device = loaded.policy.plan.staging is not None
-    return {
-        "schema": SCHEMA,
-        "version": version("moedge"),
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "model": {"name": loaded.source.name, "type": loaded.source.shape.model_type},
-        "machine": {
-            "hardware": None if hardware is None else asdict(hardware),
-            "measured": rates.measured,
-            "disk_bytes_s": rates.disk_bytes_s if rates.measured else None,
-            "link_bytes_s": rates.link_bytes_s if rates.measured and device else None,
-        },
-        "load": asdict(load),
-        "plan": loaded.policy.plan.as_dict(),
-        "memory": {name: {"budget": tier.budget, "peak": tier.peak} for name, tier in ledger.tiers.items()},
-        "points": points,
-    }

@@ -15,7 +15,10 @@ from ...offload.machine.profile import Machine, load_machine, read_machine, save
 from ...offload.store.stores import DiskSpace, default_root
 from ..plan import planner
 from ..plan.cost_model import CostModel, Prediction
-from ..plan.history import (
+from ..plan.loading_cost import GENERATING, Prepared
+from ..plan.memory_ledger import MemoryLedger
+from ..plan.placement import Plan, Workload
+from ..plan.plan_file import (
     BESIDE_PASSES,
     RunRecord,
     corrections,
@@ -24,14 +27,11 @@ from ..plan.history import (
     history_path,
     keep,
     last_runs,
+    load_plan,
     machine_key,
     shape_key,
 )
-from ..plan.history import MOST_KEPT as ALL_RUNS
-from ..plan.loading_cost import GENERATING, Prepared
-from ..plan.memory_ledger import MemoryLedger
-from ..plan.placement import Plan, Workload
-from ..plan.plan_file import load_plan
+from ..plan.plan_file import MOST_KEPT as ALL_RUNS
 from ..plan.planner import PlanRequest, PlanResult, choose_dtype, solve
 from ..plan.rates import rates_of
 from ..rows.tables import InputFormat

@@ -7,7 +7,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from ...moe.streaming_mode import DEFAULTS, ExpertOptions
+from ...moe.streaming_order import DEFAULTS, ExpertOptions
 from ..loading.engine_loader import LoadedModel, load_engine, load_with_fallback
 from ..loading.machine_memory import MachineMemory, limit_pins, open_memory
 from ..loading.prepare import store_for

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from ...moe.forecast import Forecast as ExpertForecast
-from ...moe.streaming_mode import RouterLatency
+from ...moe.streaming_order import Forecast as ExpertForecast
+from ...moe.streaming_order import RouterLatency
 from ..engine.engine import Metrics, quantiles
 from ..loading.engine_loader import LoadedEngine
 from ..plan.fallback import FallbackPolicy

@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...moe.streaming_mode import DEFAULTS, ExpertOptions
+from ...moe.streaming_order import DEFAULTS, ExpertOptions
 from ...offload.errors import BadStore
 from ...offload.store.manifest import MANIFEST, read_manifest
 from ..plan.planner import reads_integers

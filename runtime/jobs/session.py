@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from ...offload.stream.lane import StreamBroken
+from ...offload.stream.stream import StreamBroken
 from ..rows.input_file import STDIN, Fingerprint, packed, prefix_digest
 from ..rows.preflight import Preflight, preflight
 from ..rows.reader import RowIndex

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from ...offload.errors import ExitCode
-from ...offload.stream.lane import StreamBroken
+from ...offload.stream.stream import StreamBroken
 from ...offload.stream.watchdog import LIMIT_SECONDS, Watchdog
 from ..settings.errors import BadLimit, Stalled, counted
 from .folder import JobFolder

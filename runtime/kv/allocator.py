@@ -1,11 +1,15 @@
-"""Allocates the blocks of a layer group: which are in use, how often, and what the others hold. Knows no bytes."""
+"""Allocates the blocks of a layer group, the tables that list them, and what they are used for. Knows no bytes."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from heapq import heappop, heappush
+
+from .pool import KVPool
 
 # An entry of a block table: the layer no longer looks back this far, and its block was given back.
 NO_BLOCK = -1
@@ -132,3 +136,204 @@ def extend_chain(hashes: list[bytes], root: bytes, tokens: TokenSource, block: i
         ids = array("q", tokens(index * block, (index + 1) * block))
         before = hashes[-1] if hashes else root
         hashes.append(blake2b(before + ids.tobytes(), digest_size=HASH_NBYTES).digest())
+
+
+class GroupCache:
+    """One pool and its allocator. Methods work on `blocks`, the group's list in a block table."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self.pool = pool
+        self.spec = pool.spec
+        self.allocator = BlockAllocator(len(pool.memory))
+        self.block_nbytes = pool.spec.block_nbytes
+        self.scale_fraction = pool.spec.scale_fraction
+
+    def fits(self, num_tokens: int) -> bool:
+        """Whether a sequence of `num_tokens` fits into the empty group; with a window, only what it reaches counts."""
+        return self.spec.least_blocks(num_tokens) <= self.allocator.num_blocks
+
+    def missing(self, blocks: list[int], num_tokens: int, stored: int) -> int:
+        """The number of blocks that growing to `num_tokens` takes, including a copy of a shared last block."""
+        return max(0, self.spec.blocks_for(num_tokens) - len(blocks)) + self._shares_tail(blocks, stored)
+
+    def grow(self, blocks: list[int], num_tokens: int, stored: int) -> None:
+        """Adds slots for tokens `stored` to `num_tokens`; the caller has checked that enough blocks are available."""
+        if self._shares_tail(blocks, stored):
+            self._copy_tail(blocks, stored)
+        blocks += self.allocator.take(max(0, self.spec.blocks_for(num_tokens) - len(blocks)))
+
+    def has_slot(self, blocks: list[int], stored: int) -> bool:
+        """Whether the next token's slot is in a block that has been begun and that no other table holds."""
+        index, offset = divmod(stored, self.spec.block)
+        return offset > 0 and index < len(blocks) and self.allocator.references(blocks[index]) == 1
+
+    def headroom(self, blocks: list[int], stored: int) -> int:
+        """The number of tokens beyond `stored` that the list can grow by now."""
+        spare = self.allocator.num_available - self._shares_tail(blocks, stored)
+        return (len(blocks) + spare) * self.spec.block - stored if spare >= 0 else 0
+
+    def trim(self, blocks: list[int], num_tokens: int) -> None:
+        """Gives back the blocks that no token from position `num_tokens` on attends to."""
+        last = index = min(self.spec.first_block(num_tokens), len(blocks))
+        while index > 0 and blocks[index - 1] != NO_BLOCK:
+            index -= 1
+        self.allocator.release(blocks[index:last])
+        blocks[index:last] = [NO_BLOCK] * (last - index)
+
+    def release(self, blocks: list[int]) -> None:
+        """Gives back blocks, the last first: cached beginnings, which other sequences may share, are evicted last."""
+        self.allocator.release(block_id for block_id in reversed(blocks) if block_id != NO_BLOCK)
+
+    def share(self, blocks: list[int]) -> None:
+        for block_id in blocks:
+            if block_id != NO_BLOCK:
+                self.allocator.share(block_id)
+
+    def prefix(self, hashes: Items[bytes]) -> int:
+        """The number of blocks with these contents that can be found, up to the first that cannot."""
+        return next(
+            (count for count, content in enumerate(hashes) if self.allocator.find(content) is None), len(hashes)
+        )
+
+    def usable(self, hashes: Items[bytes]) -> list[bool]:
+        """For k = 0 to len(hashes): whether all blocks that a token after k blocks attends to can be found."""
+        usable, run = [True], 0
+        for count, content in enumerate(hashes, 1):
+            run = run + 1 if self.allocator.find(content) is not None else 0
+            usable.append(run >= count - self.spec.first_block(count * self.spec.block))
+        return usable
+
+    def found(self, hashes: Items[bytes]) -> list[int]:
+        """The list of blocks with these contents, NO_BLOCK behind the window; `usable` confirmed that they exist."""
+        first = self.spec.first_block(len(hashes) * self.spec.block)
+        blocks = [self.allocator.find(content) for content in hashes[first:]]
+        return [NO_BLOCK] * first + [NO_BLOCK if block_id is None else block_id for block_id in blocks]
+
+    def admits(self, found: list[int], stored: int, num_tokens: int, spare: int) -> bool:
+        """Whether a sequence with `stored` tokens in blocks `found` can start while `spare` blocks stay available.
+
+        It needs blocks for all its tokens and the next one: with fewer it would soon be preempted. With a window its
+        blocks are given back while it is computed, and blocks for one more token are enough.
+        """
+        wanted = num_tokens if self.spec.group.window is None else stored
+        taken = self.spec.blocks_for(wanted + 1) - self.spec.first_block(stored)
+        held = sum(1 for block_id in found if block_id != NO_BLOCK and self.allocator.references(block_id))
+        return taken - held <= self.allocator.num_available - spare
+
+    def publish(self, blocks: list[int], index: int, content: bytes) -> None:
+        if blocks[index] != NO_BLOCK:
+            self.allocator.publish(blocks[index], content)
+
+    def retract(self, blocks: Items[int]) -> None:
+        for block_id in blocks:
+            if block_id != NO_BLOCK:
+                self.allocator.forget(block_id)
+
+    def _shares_tail(self, blocks: list[int], stored: int) -> bool:
+        """Whether the block of the next token already holds tokens and other tables hold it too."""
+        return stored % self.spec.block > 0 and self.allocator.references(blocks[stored // self.spec.block]) > 1
+
+    def _copy_tail(self, blocks: list[int], stored: int) -> None:
+        """Copy-on-write: other tables keep the old block unchanged."""
+        index = stored // self.spec.block
+        (own,) = self.allocator.take(1)
+        self.pool.memory.copy(blocks[index], own)
+        self.allocator.release([blocks[index]])
+        blocks[index] = own
+
+
+NO_SLOT = -1
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """A list of blocks per layer group: entry i holds tokens from i * block on; NO_BLOCK where it was given back.
+
+    `num_tokens` are stored and `num_grown` have slots: the pass stores the difference. `hashes` are those of the full
+    blocks, as far as they were needed; others can find `num_published` of these blocks. `parked` are blocks of the host
+    tier; a table has either those or `blocks`. `state` is its slot in the pool of states, if there is one; until its
+    first pass is over its state is the snapshot in `origin`, where its tokens were found. `snapshots` are positions
+    that the next pass reaches, and the slots in which it keeps the states there.
+    """
+
+    blocks: list[list[int]] = field(default_factory=list)
+    num_tokens: int = 0
+    num_grown: int = 0
+    hashes: list[bytes] = field(default_factory=list)
+    num_published: int = 0
+    parked: list[list[int]] = field(default_factory=list)
+    state: int = NO_SLOT
+    origin: int = NO_SLOT
+    snapshots: list[tuple[int, int]] = field(default_factory=list)
+
+    def clear(self) -> None:
+        """Forgets the blocks; the hashes stay valid, because the sequence's tokens do not change."""
+        self.blocks = []
+        self.num_tokens = self.num_grown = self.num_published = 0
+
+
+@dataclass(slots=True)
+class Usage:
+    """Bytes by use: the first four add up to the allocation. Usages of several passes can be added.
+
+    `live` holds tokens. `waste` are slots of live blocks without a token, or with one that no later token attends to.
+    `cached` blocks belong to no table and can still be found; `idle` blocks hold nothing. `scales` is the part of
+    `live` that is scales and zeros. `shared` is what tables would hold beyond `live` and `waste` if they shared no
+    block.
+    """
+
+    live: int = 0
+    waste: int = 0
+    cached: int = 0
+    idle: int = 0
+    scales: int = 0
+    shared: int = 0
+
+    @property
+    def allocated(self) -> int:
+        return self.live + self.waste + self.cached + self.idle
+
+    def add(self, other: Usage) -> None:
+        self.live += other.live
+        self.waste += other.waste
+        self.cached += other.cached
+        self.idle += other.idle
+        self.scales += other.scales
+        self.shared += other.shared
+
+
+def measure(groups: Iterable[GroupCache], tables: Iterable[BlockTable]) -> Usage:
+    """The usage while a pass runs, whose tokens count as stored; `tables` are all tables that hold blocks."""
+    usage, tables = Usage(), list(tables)
+    for index, group in enumerate(groups):
+        allocator, nbytes = group.allocator, group.block_nbytes
+        waste = _empty_slots(group, index, tables) * nbytes // group.spec.block
+        live = allocator.num_live * nbytes - waste
+        usage.add(
+            Usage(
+                live=live,
+                waste=waste,
+                cached=allocator.num_cached * nbytes,
+                idle=allocator.num_free * nbytes,
+                scales=round(live * group.scale_fraction),
+                shared=(allocator.num_references - allocator.num_live) * nbytes,
+            )
+        )
+    return usage
+
+
+def _empty_slots(group: GroupCache, index: int, tables: list[BlockTable]) -> int:
+    """Slots that count as waste: unfilled ones in a table's last block, and those behind the window in its first."""
+    block, unfilled, behind = group.spec.block, dict[int, int](), dict[int, list[int]]()
+    for table in tables:
+        if not table.blocks or not (blocks := table.blocks[index]):
+            continue
+        unfilled[blocks[-1]] = len(blocks) * block - table.num_grown
+        first = group.spec.first_block(table.num_tokens)
+        if first < len(blocks) and (slots := group.spec.group.first_visible(table.num_tokens) - first * block):
+            behind.setdefault(blocks[first], []).append(slots)
+    # A block that another table holds too, farther from the edge of its window, is needed whole.
+    unreachable = sum(
+        min(slots) for block_id, slots in behind.items() if len(slots) == group.allocator.references(block_id)
+    )
+    return sum(unfilled.values()) + unreachable

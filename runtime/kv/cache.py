@@ -8,13 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from .allocator import TokenSource, extend_chain
-from .group import GroupCache
+from .allocator import BlockTable, GroupCache, TokenSource, Usage, extend_chain, measure
 from .parking import HostTier
 from .pool import KVPool
-from .snapshots import StateSlots
-from .states import NO_SLOT, StatePool
-from .usage import BlockTable, Usage, measure
+from .states import NO_SLOT, StatePool, StateSlots
 
 
 @dataclass(frozen=True, slots=True)

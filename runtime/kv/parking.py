@@ -8,14 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ...offload.device import Device
-from ...offload.host_memory import HostMemory
-from ...offload.page_locked import PIN_CHUNK_NBYTES, Pinned
-from .allocator import NO_BLOCK, BlockAllocator
-from .group import GroupCache
+from ...offload.device import PIN_CHUNK_NBYTES, Device, HostMemory, Pinned
+from .allocator import NO_BLOCK, BlockAllocator, BlockTable, GroupCache
 from .pool import BlockMemory
 from .spec import KVSpec
-from .usage import BlockTable
 
 
 class HostSlots:

@@ -1,6 +1,8 @@
 """Loads an engine that is ready for its first pass from a model source and a plan, with fallbacks when memory runs out.
 
-The loader records in the plan's `MemoryLedger` what it allocates.
+The loader records in the plan's `MemoryLedger` what it allocates. On a GPU it launches the kernels of experts in every
+variant that a job can need: Triton compiles one when it is first launched, which takes from a third of a second to more
+than one and is better done before the first row.
 """
 
 from __future__ import annotations
@@ -14,13 +16,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...moe.streaming_mode import DEFAULTS, ExpertOptions
+from ...moe.expert import ExpertWeights, ResidentExpert, group_by_expert
+from ...moe.streaming_order import DEFAULTS, ExpertOptions
 from ...offload.device import Device
 from ...offload.errors import is_out_of_memory
 from ...offload.machine.hardware import num_workers
 from ...offload.memory import KEPT_NBYTES, keep_memory, return_memory
 from ...offload.store.store import Store
-from ...quant.kernels.gpu import INTERPRETER, Gpu
+from ...quant.kernels.operands import INTERPRETER, TILE_ROWS, Gpu
 from ...quant.kernels.upload import open_ring
 from ...quant.kv.format import KVFormat
 from ...quant.matmul.matmul import ParallelMatmul, Workspace, kernel_order, measure_gemv_max_rows
@@ -36,9 +39,9 @@ from ..kv.parking import ParkingMemory
 from ..kv.pool import KVPool
 from ..kv.spec import KVSpec, StateSpec, state_format
 from ..kv.states import StatePool
-from ..model.assembly import LayerAssembly, install_head
-from ..model.definition import define
-from ..model.fused.executor import FusedExecutor
+from ..model.definition import LayerAssembly, define, install_head
+from ..model.experts_seam import PackedExperts
+from ..model.fused.decoder import FusedExecutor
 from ..model.fused.layer import FusedLayer, buffers_nbytes
 from ..model.fused.selftest import fuse, fused_executor
 from ..model.recurrent.pass_states import PassStates
@@ -51,9 +54,9 @@ from ..plan.memory_ledger import FUSED, KV_CACHE, PARKED, RINGS, STAGED, STATES,
 from ..plan.placement import LOADING_NBYTES, Plan
 from ..sampling.sampler import Sampler
 from ..settings.stages import stage
-from ..shape.checkpoint_shape import open_checkpoint, read_tensors
 from ..shape.config import ModelConfig
 from ..shape.model_shape import ModelShape
+from ..shape.read import open_checkpoint, read_tensors
 from ..shape.shards import ModelShards, helper_nbytes, model_shards, workspace_nbytes
 from ..source.model_source import ModelSource
 from ..source.stored_model import read_resident
@@ -61,13 +64,57 @@ from ..weights.key_offsets import KeyOffsets, fixed_token_ids, kept, measure
 from ..weights.memory import WeightMemory
 from ..weights.preparation import WINDOW_COPIES, WINDOW_NBYTES, MemorySink, Preparation, widening_nbytes
 from ..weights.streaming import StreamedWeights, fill_from_store
-from .warm_up import warm_up_experts
 
 if TYPE_CHECKING:
     from ...quant.kernels.product import GroupedProduct
     from ..plan.planner import PlanResult
     from ..text.tokenizer import Tokenizer
     from .machine_memory import MachineMemory
+
+
+@torch.inference_mode()
+def warm_up_experts(
+    layers: Sequence[LayerAssembly], compute: ParallelMatmul, dtype: torch.dtype, device: Device
+) -> None:
+    """Launches both expert kernels with every tile size, once for each kind of layer.
+
+    Their weights are zeros in memory that is free now. If it is too little, the first passes compile the kernels.
+    """
+    if compute.grouped is None:
+        return
+    warmed = set()
+    for layer in layers:
+        shard = layer.shards.expert
+        if shard is None:
+            continue
+        packed: PackedExperts = layer.experts.packed
+        kind = (tuple(matrix.layout for matrix in shard.matrices), packed.body.gate, layer.experts.has_bias)
+        if kind in warmed:
+            continue
+        warmed.add(kind)
+        try:
+            _compute_one(layer, packed, compute, dtype)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+    device.give_back()
+
+
+def _compute_one(layer: LayerAssembly, packed: PackedExperts, compute: ParallelMatmul, dtype: torch.dtype) -> None:
+    shard = layer.shards.expert
+    assert shard is not None
+    torch_device = compute.device
+    weights = bind_zeros(layer, shard.nbytes, torch_device)
+    for num_rows in TILE_ROWS:
+        hidden = torch.zeros(num_rows, weights.up.shape[1], dtype=dtype, device=torch_device)
+        groups = group_by_expert(torch.zeros(num_rows, 1, dtype=torch.long, device=torch_device), 1)
+        rows = torch.empty(groups.num_rows, hidden.shape[1], dtype=dtype, device=torch_device)
+        packed.body.forward_together(hidden, rows, groups, [ResidentExpert(0, weights)], compute)
+
+
+def bind_zeros(layer: LayerAssembly, nbytes: int, torch_device: torch.device) -> ExpertWeights:
+    """An expert of the layer with new weights that are zero."""
+    return layer.bind_expert(0, torch.zeros(nbytes, dtype=torch.uint8, device=torch_device))
 
 
 def make_compute(shape: ModelShape, plan: Plan, torch_device: torch.device) -> ParallelMatmul:

@@ -11,12 +11,12 @@ from ...offload.device import Device, find_device
 from ...offload.errors import is_out_of_memory
 from ...offload.machine.profile import Machine
 from ...offload.memory import host_resident
-from ...quant.kernels.gpu import Gpu
+from ...quant.kernels.operands import Gpu
 from ..plan.planner import choose_dtype
 from ..settings.budgets import LIBRARIES_NBYTES, PROCESS_NBYTES, Budgets, DeviceBudget, MemoryBudget, without_device
 from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape
-from .gpu_selftest import KernelNeeds, usable_kernels, usual_needs
+from .selftest import KernelNeeds, usable_kernels, usual_needs
 
 _SIZE = 64
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -29,23 +29,15 @@ def load_libraries(device: Device) -> None:
     """
     for dtype in _DTYPES:
         try:
-            _multiply(device.torch_device, dtype)
-            _attend(device.torch_device, dtype)
+            matrix = torch.ones(_SIZE, _SIZE, dtype=dtype, device=device.torch_device)
+            torch.mm(matrix, matrix)
+            heads = torch.ones(1, 2, _SIZE, _SIZE, dtype=dtype, device=device.torch_device)
+            functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
         except RuntimeError as error:
             # A missing kernel raises its own error where it is needed.
             if is_out_of_memory(error):
                 raise
     device.synchronize()
-
-
-def _multiply(torch_device: torch.device, dtype: torch.dtype) -> None:
-    matrix = torch.ones(_SIZE, _SIZE, dtype=dtype, device=torch_device)
-    torch.mm(matrix, matrix)
-
-
-def _attend(torch_device: torch.device, dtype: torch.dtype) -> None:
-    heads = torch.ones(1, 2, _SIZE, _SIZE, dtype=dtype, device=torch_device)
-    functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
 
 
 @dataclass(frozen=True, slots=True)

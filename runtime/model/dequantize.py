@@ -1,27 +1,242 @@
-"""Reads a weight of a quantized checkpoint: its codes, scales and zero points, and the floats that they mean.
+"""Reads a weight of a quantized checkpoint or of a GGUF file: floats, or its codes, scales and zero points as they are.
 
 weight = (code - zero) * scale, computed in float32 and rounded once to the dtype that is wanted. A few rows are
-computed at a time, so memory peaks at the bytes of one matrix in the files beside the result.
+computed at a time, so memory peaks at the bytes of one matrix in the files beside the result. Blocks of GGUF that no
+weight format has are dequantized by the library of CPU kernels or by gguf.quants.
+
+Of kept codes a row of all planes is one run of bytes, so that transformers' conversions, which stack, join and rename
+rows, treat kept weights as they treat floats: a weight is uint8 [N, bytes of a row].
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...offload.checkpoint.checkpoint import Checkpoint
-from ...offload.checkpoint.json_object import described
+from ...offload.checkpoint.header import described
 from ...offload.errors import BadCheckpoint
+from ...quant.formats.format import ROWS, Layout, Plane, get_format
 from ...quant.matmul.thread_pool import torch_threads
-from ...quant.tensor import SAFETENSORS_DTYPES
-from ..shape.gguf_tensors import GgufWeight
+from ...quant.native.calls import dequantize_blocks, look_up
+from ...quant.planes import Planes, pack_nibbles
+from ...quant.tensor import SAFETENSORS_DTYPES, dtype_name, torch_dtype
+from ..shape.gguf import FLOATS, GgufWeight
 from ..shape.quantization import WHOLE
 from ..shape.quantized import QuantizedWeight
-from .codes import BIAS, E2M1, Codes
-from .gguf_weights import gguf_codes, gguf_floats, gguf_rows
+
+# OCP Microscaling Formats (MX) Specification 1.0, section 5.3.3.
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+# How far exponents of e8m0 are shifted.
+BIAS = 127
+# What bytes of e4m3 mean; torch converts them one by one.
+_E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """A matrix [N, K]: `rows(begin, end)` are its codes [n, K], uint8, int8 or e4m3; `levels` has what those mean.
+
+    `scale` is float32 [N / group rows, K / group columns], or [blocks] of the flattened matrix; `zero` likewise, or the
+    same for all. `columns` [K] is the group of each column where groups are not runs of columns.
+    """
+
+    shape: tuple[int, int]
+    rows: Callable[[int, int], Tensor]
+    group: tuple[int, int]
+    scale: Tensor
+    zero: Tensor | int
+    levels: Tensor | None = None
+    columns: Tensor | None = None
+
+    def widen(self, begin: int, end: int) -> Tensor:
+        """Rows of the matrix in float32."""
+        codes, levels = self.rows(begin, end), self.levels
+        if codes.dtype == torch.float8_e4m3fn:
+            codes, levels = codes.view(torch.uint8), _E4M3
+        values = codes.float() if levels is None else look_up(codes, levels)
+        groups = self._groups(values)
+        if isinstance(self.zero, Tensor):
+            groups -= self._spread(self.zero, begin, end)
+        elif self.zero:
+            groups -= self.zero
+        groups.mul_(self._spread(self.scale, begin, end))
+        return values
+
+    def _groups(self, values: Tensor) -> Tensor:
+        """Values [n, K] as [n, groups, columns of a group], where all rows consist of whole runs of columns."""
+        return values.view(len(values), -1, self.group[1]) if self._runs else values
+
+    @property
+    def _runs(self) -> bool:
+        columns = self.group[1]
+        return self.scale.dim() > 1 and self.columns is None and columns > 1 and self.shape[1] % columns == 0
+
+    def _spread(self, grid: Tensor, begin: int, end: int) -> Tensor:
+        """The number of each weight's group, of a shape that broadcasts to that of `_groups`."""
+        num_columns, (rows, columns) = self.shape[1], self.group
+        if grid.dim() == 1:
+            index = torch.arange(begin * num_columns, end * num_columns) // columns
+            return grid[index].view(-1, num_columns)
+        if rows != WHOLE:
+            grid = grid[begin:end] if rows == 1 else grid[torch.arange(begin, end) // rows]
+        if self._runs:
+            return grid[:, :, None]
+        if self.columns is not None:
+            return grid[:, self.columns]
+        return grid if columns in (WHOLE, 1) else grid.repeat_interleave(columns, 1)[:, :num_columns]
+
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_GROUP = 32
+# Of Q4_K: the weights of a block, and the bytes of its factors, its packed scales and zeros.
+_BLOCK, _FACTORS, _SCALES = 256, 4, 12
+
+
+def gguf_floats(checkpoint: Checkpoint, weight: GgufWeight, experts: range | None = None) -> Tensor:
+    """A weight that the file holds in floats, in their dtype; of stacked experts [E, ...] those in `experts` alone."""
+    chosen = range(weight.expert, weight.expert + 1) if weight.expert is not None else experts
+    parts = [_read_floats(checkpoint, name, chosen) for name in weight.sources]
+    # Rows of matrices by turns, and elements of biases.
+    dim = -2 if weight.turned else -1
+    joined = parts[0] if len(parts) == 1 else torch.stack(parts, dim).flatten(dim - 1, dim)
+    joined = _in_order(joined if weight.expert is None else joined[0], weight.heads)
+    joined = joined.transpose(-1, -2) if weight.turned else joined
+    joined = joined + weight.added if weight.added else joined
+    return joined.reshape(weight.entry.shape if experts is None else (len(experts), *weight.entry.shape[1:]))
+
+
+def gguf_codes(checkpoint: Checkpoint, weight: GgufWeight, expert: int | None = None) -> Codes:
+    """The codes of a matrix, or of one expert's of a stack, of a type whose codes a weight format has."""
+    rows, columns = weight.entry.shape[:-3:-1] if weight.turned else weight.entry.shape[-2:]
+    return _CODES[weight.numbers](_by_turns(_matrices(checkpoint, weight, expert)), (rows, columns))
+
+
+def gguf_rows(checkpoint: Checkpoint, weight: GgufWeight, expert: int | None = None) -> Callable[[int, int], Tensor]:
+    """Gives rows `begin` to `end` of a matrix, or of one expert's of a stack, in float32."""
+    return _widened(_matrices(checkpoint, weight, expert), [checkpoint.entries[name].dtype for name in weight.sources])
+
+
+def q4_k_rows(checkpoint: Checkpoint, weight: GgufWeight, expert: int | None = None) -> Tensor:
+    """The rows of Q4_K in the planes of the format q4_k, uint8 [N, bytes]: codes, scales, zeros and factors.
+
+    A block of 256 has two factors, eight scales and eight zeros of six bits each (llama.cpp, get_scale_min_k4), and
+    codes in four runs of 64, the first half of each in the low bits.
+    """
+    raw = _by_turns(_matrices(checkpoint, weight, expert))
+    num_rows = len(raw)
+    blocks = raw.view(num_rows, -1, _FACTORS + _SCALES + _BLOCK // 2)
+    factors, codes = blocks[..., :_FACTORS], blocks[..., _FACTORS + _SCALES :]
+    low, middle, high = (blocks[..., begin : begin + 4] for begin in range(_FACTORS, _FACTORS + _SCALES, 4))
+    scales = torch.cat((low & 63, (high & 15) | (low >> 6 << 4)), -1)
+    zeros = torch.cat((middle & 63, (high >> 4) | (middle >> 6 << 4)), -1)
+    runs = codes.view(num_rows, -1, 4, _GROUP)
+    numbers = torch.stack((runs & 15, runs >> 4), -2).reshape(num_rows, -1)
+    planes = (pack_nibbles(numbers, high_first=False), scales, zeros, factors)
+    return torch.cat([plane.reshape(num_rows, -1) for plane in planes], 1)
+
+
+def _matrices(checkpoint: Checkpoint, weight: GgufWeight, expert: int | None) -> list[Tensor]:
+    """The bytes of the rows of a matrix, uint8 [rows, bytes], of each source."""
+    chosen = weight.expert if weight.expert is not None else expert
+    found = []
+    for name in weight.sources:
+        shape = checkpoint.entries[name].shape
+        data = _read_bytes(checkpoint, name, None if chosen is None else range(chosen, chosen + 1))
+        found.append(_in_order(data.view(shape[-2] if len(shape) > 1 else 1, -1), weight.heads))
+    return found
+
+
+def _read_floats(checkpoint: Checkpoint, name: str, experts: range | None) -> Tensor:
+    entry = checkpoint.entries[name]
+    shape = entry.shape if experts is None else (len(experts), *entry.shape[1:])
+    return _read_bytes(checkpoint, name, experts).view(_DTYPES[entry.dtype]).view(shape)
+
+
+def _read_bytes(checkpoint: Checkpoint, name: str, experts: range | None) -> Tensor:
+    entry = checkpoint.entries[name]
+    each = entry.nbytes if experts is None else entry.nbytes // entry.shape[0]
+    data = torch.empty(each if experts is None else each * len(experts), dtype=torch.uint8)
+    checkpoint.read_into(name, data.numpy().data, 0 if experts is None else each * experts.start)
+    return data
+
+
+def _in_order(rows: Tensor, heads: int) -> Tensor:
+    """Rows of heads as transformers has them: llama.cpp has the two halves of a head by turns."""
+    if not heads:
+        return rows
+    return rows.view(heads, len(rows) // heads // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+def _by_turns(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.stack(parts, 1).flatten(0, 1)
+
+
+def _widened(parts: list[Tensor], kinds: list[str]) -> Callable[[int, int], Tensor]:
+    count = len(parts)
+
+    def rows(begin: int, end: int) -> Tensor:
+        # Chunks of rows are even, and so are the rows of matrices that are made of two.
+        return _by_turns(
+            [_dequantized(part[begin // count : end // count], kind) for part, kind in zip(parts, kinds, strict=True)]
+        )
+
+    return rows
+
+
+def _dequantized(rows: Tensor, kind: str) -> Tensor:
+    if kind in FLOATS:
+        return rows.contiguous().view(_DTYPES[kind]).float()
+    # An extra: other checkpoints do not need it.
+    import gguf
+
+    number = gguf.GGMLQuantizationType[kind]
+    weights, nbytes = gguf.GGML_QUANT_SIZES[number]
+    floats = dequantize_blocks(rows.contiguous().view(-1, nbytes), kind, weights)
+    if floats is None:
+        floats = torch.from_numpy(gguf.quants.dequantize(rows.contiguous().numpy(), number))
+    return floats.view(len(rows), -1)
+
+
+def _q8_0(raw: Tensor, shape: tuple[int, int]) -> Codes:
+    blocks = raw.view(shape[0], -1, 2 + _GROUP)
+    codes = blocks[..., 2:].reshape(shape).view(torch.int8)
+    return Codes(shape, lambda begin, end: codes[begin:end], (1, _GROUP), _halves(blocks), 0)
+
+
+def _q4_0(raw: Tensor, shape: tuple[int, int]) -> Codes:
+    blocks = raw.view(shape[0], -1, 2 + _GROUP // 2)
+    return Codes(shape, _nibbles(blocks[..., 2:], shape[1]), (1, _GROUP), _halves(blocks), 8)
+
+
+def _mxfp4(raw: Tensor, shape: tuple[int, int]) -> Codes:
+    blocks = raw.view(shape[0], -1, 1 + _GROUP // 2)
+    scale = torch.exp2(blocks[..., 0].float() - BIAS)
+    return Codes(shape, _nibbles(blocks[..., 1:], shape[1]), (1, _GROUP), scale, 0, torch.tensor(E2M1))
+
+
+def _halves(blocks: Tensor) -> Tensor:
+    """The scales at the beginning of blocks, [rows, blocks]."""
+    return blocks[..., :2].contiguous().view(torch.float16).squeeze(-1).float()
+
+
+def _nibbles(packed: Tensor, num_columns: int) -> Callable[[int, int], Tensor]:
+    """Codes of blocks whose low bits hold the first half."""
+
+    def rows(begin: int, end: int) -> Tensor:
+        part = packed[begin:end]
+        return torch.cat((part & 15, part >> 4), -1).reshape(-1, num_columns)
+
+    return rows
+
+
+_CODES: dict[str, Callable[[Tensor, tuple[int, int]], Codes]] = {"MXFP4": _mxfp4, "Q4_0": _q4_0, "Q8_0": _q8_0}
+
 
 # Weights that are in float32 at a time, and the most bytes of their codes, values, scales and indices.
 _CHUNK = 1 << 18
@@ -88,7 +303,7 @@ def read_codes(checkpoint: Checkpoint, weight: QuantizedWeight, expert: int | No
                 f"{described(weight.tensors['order'])} has {int(order.min())} to {int(order.max())}, wanted groups "
                 f"from 0 to {scale.shape[1] - 1}"
             )
-        if torch.equal(order, torch.arange(columns) // (weight.group[1] or columns)):
+        if torch.equal(order.long(), torch.arange(columns) // (weight.group[1] or columns)):
             # Runs of columns, as most files say that have an order at all.
             order = None
     return Codes(
@@ -197,7 +412,7 @@ def _awq(codes: Tensor, bits: int, num_columns: int) -> _Rows:
 
 def _low_nibbles(codes: Tensor, bits: int, num_columns: int) -> _Rows:
     rows = codes.reshape(-1, num_columns // 2)
-    return lambda begin, end: _nibbles(rows[begin:end].view(torch.uint8))
+    return lambda begin, end: _pairs(rows[begin:end].view(torch.uint8))
 
 
 def _high_nibbles(codes: Tensor, bits: int, num_columns: int) -> _Rows:
@@ -229,13 +444,13 @@ def _unpacked(words: Tensor, bits: int, count: int) -> Tensor:
     if bits == 8:
         return data[:, :count]
     if bits == 4:
-        return _nibbles(data)[:, :count]
+        return _pairs(data)[:, :count]
     stream = np.unpackbits(data.numpy(), axis=1, bitorder="little")[:, : count * bits]
     codes = np.packbits(stream.reshape(len(stream), count, bits), axis=2, bitorder="little")
     return torch.from_numpy(codes.reshape(len(stream), count))
 
 
-def _nibbles(data: Tensor) -> Tensor:
+def _pairs(data: Tensor) -> Tensor:
     """The codes [n, 2 * B] of uint8 [n, B], the lower half of each byte first: both at once, as a number of 16 bits."""
     wide = data.to(torch.int16)
     return (wide | wide << 4).bitwise_and_(0x0F0F).view(torch.uint8)
@@ -245,3 +460,90 @@ def _in_awq_order(codes: Tensor) -> Tensor:
     outputs = torch.empty_like(codes)
     outputs.view(len(codes), -1, 8)[:, :, _AWQ_ORDER] = codes.reshape(len(codes), -1, 8)
     return outputs
+
+
+# Exponents of e8m0 are shifted by 127, and frexp's mantissas are below 1.
+_EXPONENT = 126
+
+
+def row_nbytes(layout: Layout) -> int:
+    """Bytes of a row in all planes of a layout."""
+    return sum(size for _, size in _row_planes(layout))
+
+
+def read_rows(checkpoint: Checkpoint, weight: QuantizedWeight, experts: range | None = None) -> Tensor:
+    """The rows of a weight that `weight.kept` has, uint8 [N, bytes]; [E, N, bytes] of stacked experts.
+
+    Experts that the model has transposed are [E, bytes, N]. Raises BadCheckpoint where the bytes are not what the
+    headers let expect.
+    """
+    if len(weight.entry.shape) == 2:
+        return _matrix_rows(checkpoint, weight)
+    chosen = experts or range(weight.entry.shape[0])
+    rows = torch.stack([_matrix_rows(checkpoint, weight, expert) for expert in chosen])
+    return rows.transpose(1, 2) if weight.turned else rows
+
+
+def _matrix_rows(checkpoint: Checkpoint, weight: QuantizedWeight, expert: int | None = None) -> Tensor:
+    if isinstance(weight, GgufWeight) and weight.kept == "q4_k":
+        return q4_k_rows(checkpoint, weight, expert)
+    return _kept_rows(read_codes(checkpoint, weight, expert), weight)
+
+
+def planes_of_rows(rows: Tensor, layout: Layout) -> Planes:
+    """The planes that rows [N, bytes] are made of."""
+    found, begin = [], 0
+    for plane, size in _row_planes(layout):
+        part = rows[:, begin : begin + size].contiguous().view(torch_dtype(plane.dtype))
+        found.append(part.view(plane.shape))
+        begin += size
+    return Planes(*found)
+
+
+def _row_planes(layout: Layout) -> Iterator[tuple[Plane, int]]:
+    """The planes of a format row after row, and their bytes of one."""
+    plain = get_format(layout.format).in_order(ROWS).layout(layout.shape, layout.dtype)
+    for plane in plain.planes:
+        yield plane, prod(plane.shape[1:]) * torch_dtype(plane.dtype).itemsize
+
+
+def _kept_rows(codes: Codes, weight: QuantizedWeight) -> Tensor:
+    # Codes are kept where groups are runs of columns; headers do not show it.
+    if codes.columns is not None:
+        raise BadCheckpoint(
+            f"{described(weight.tensors['order'])} orders the inputs, and config.json says nothing of desc_act; "
+            "correct it there"
+        )
+    numbers = codes.rows(0, codes.shape[0])
+    layout = get_format(weight.kept).in_order(ROWS).layout(codes.shape, "float32")
+    planes = [_codes(numbers, layout, weight)]
+    for plane in layout.planes[1:]:
+        grid = codes.scale if plane.name == "scales" else codes.zero
+        grid = grid if isinstance(grid, Tensor) else torch.full(plane.shape, float(grid))
+        planes.append(_cast(grid.reshape(plane.shape), plane, get_format(weight.kept).scales))
+    # A single column counts as contiguous whatever its strides are.
+    return torch.cat(
+        [
+            plane.reshape(len(numbers), -1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
+            for plane in planes
+        ],
+        1,
+    )
+
+
+def _codes(numbers: Tensor, layout: Layout, weight: QuantizedWeight) -> Tensor:
+    if layout.codes != "int8":
+        return pack_nibbles(numbers, high_first=layout.codes == "nf4")
+    return numbers if numbers.dtype == torch.int8 else (numbers.short() - 128).to(torch.int8)
+
+
+def _cast(grid: Tensor, plane: Plane, scales: str) -> Tensor:
+    """A grid of float32 in the dtype that it came from. Raises BadCheckpoint where that cannot hold it."""
+    if plane.name == "scales" and scales == "e8m0":
+        if not grid.isfinite().all():
+            raise BadCheckpoint("a scale of the checkpoint is NaN; download it again")
+        return (torch.frexp(grid).exponent + _EXPONENT).to(torch.uint8)
+    made = grid.to(torch_dtype(plane.dtype))
+    if not torch.equal(made.float(), grid) and not grid.isnan().any():
+        raise BadCheckpoint(f"{plane.name} of the checkpoint are not {dtype_name(made.dtype)}; download it again")
+    return made

@@ -1,4 +1,7 @@
-"""Seam 2: transformers' experts modules call this function; routers, and so routing, stay transformers' own."""
+"""Seam 2: transformers' experts modules call this function; routers, and so routing, stay transformers' own.
+
+llama4 computes its experts, and the scale of its queries, outside of the seams: `adapt` brings it to them.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,10 @@ def adapt_identity_experts(model: nn.Module) -> None:
     attributes that `expert_body` reads; names of parameters stay.
     """
     for module in _with_identity_experts(model):
-        _adapt(module)
+        count = module.num_experts = module.num_routed_experts
+        module.is_transposed, module.has_gate, module.has_bias, module.has_post_expert_norm = False, True, False, False
+        module._apply_gate = partial(_activate, activation=module.act_fn)
+        module.forward = partial(_mix, module, count)
 
 
 def drop_identity_matrices(model: nn.Module) -> None:
@@ -72,13 +78,6 @@ def drop_identity_matrices(model: nn.Module) -> None:
 
 def _with_identity_experts(model: nn.Module) -> list[Any]:
     return [each for each in model.modules() if hasattr(each, "zero_expert_num") and hasattr(each, "down_proj")]
-
-
-def _adapt(experts: Any) -> None:
-    count = experts.num_experts = experts.num_routed_experts
-    experts.is_transposed, experts.has_gate, experts.has_bias, experts.has_post_expert_norm = False, True, False, False
-    experts._apply_gate = partial(_activate, activation=experts.act_fn)
-    experts.forward = partial(_mix, experts, count)
 
 
 def _activate(gate_up: torch.Tensor, activation: nn.Module) -> torch.Tensor:
@@ -99,3 +98,58 @@ def _mix(
     chosen = torch.where(idle, another.masked_fill(another == count, 0), expert_ids)
     out: torch.Tensor = experts.packed(hidden, chosen, weights.masked_fill(idle, 0))
     return out + hidden * weights.masked_fill(~idle, 0).sum(1, keepdim=True).to(hidden.dtype)
+
+
+# An attribute of an attention module: a function of queries [1, H, T, D] and positions [1, T].
+RESCALE = "rescale_queries"
+
+
+def adapt(model: nn.Module) -> None:
+    """Changes the methods of a llama4 model's modules; their parameters and names stay."""
+    adapt_decoder(model)
+    module: Any
+    for module in model.modules():
+        if type(module).__name__ == "Llama4TextMoe":
+            _adapt_experts(module)
+        elif getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
+            # transformers counts positions from the pass's first token, not the sequence's.
+            module.attn_temperature_tuning = False
+            setattr(module, RESCALE, partial(_rescale, scale=module.attn_scale, floor=module.floor_scale))
+
+
+def adapt_decoder(model: nn.Module) -> None:
+    """Makes the model find its decoder: the class's own method expects the model that also reads pictures."""
+    if type(model).__name__ == "Llama4ForCausalLM":
+        model.get_decoder = lambda: model.model  # type: ignore[assignment]
+
+
+def _adapt_experts(moe: Any) -> None:
+    """Runs the chosen experts; transformers runs every expert on every token, most of them on zeros.
+
+    In this family a router's weight multiplies an expert's input, not its output.
+    """
+    experts = moe.experts
+    experts.is_transposed, experts.has_gate, experts.has_bias, experts.has_post_expert_norm = True, True, False, False
+    experts._apply_gate = partial(_activated, activation=experts.act_fn)
+
+    def forward(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = hidden.reshape(-1, moe.hidden_dim)
+        scores, logits = moe.router(rows)
+        weights, expert_ids = scores.topk(moe.top_k, dim=-1)
+        inputs = (rows.unsqueeze(1) * weights.unsqueeze(-1)).flatten(0, 1)
+        routed = experts.packed(inputs, expert_ids.reshape(-1, 1), weights.new_ones(len(inputs), 1))
+        out = moe.shared_expert(rows) + routed.view(len(rows), moe.top_k, -1).sum(dim=1)
+        return out, logits
+
+    moe.forward = forward
+
+
+def _activated(gate_up: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return up * activation(gate)
+
+
+def _rescale(queries: torch.Tensor, positions: torch.Tensor, scale: float, floor: float) -> torch.Tensor:
+    """Scales queries by their position: layers without rotary embedding sharpen attention far from the start."""
+    factors = torch.log1p(torch.floor((positions.to(queries.device).float() + 1.0) / floor)) * scale + 1.0
+    return (queries * factors.unsqueeze(1).unsqueeze(-1)).to(queries.dtype)

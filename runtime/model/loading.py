@@ -23,17 +23,14 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
 from ...offload.checkpoint.checkpoint import Checkpoint
-from ...offload.checkpoint.header import TensorEntry
-from ...offload.checkpoint.json_object import described
+from ...offload.checkpoint.header import TensorEntry, described
 from ...offload.errors import BadCheckpoint
 from ...quant.formats.format import Layout
 from ...quant.tensor import SAFETENSORS_DTYPES
 from ..shape.families import family
 from ..shape.quantized import ModelTensors, QuantizedWeight
-from ..shape.read import LAYER, expert_index, is_down, is_expert, is_extra_expert, is_unused, renamed_in
-from ..shape.states import is_convolution
-from .dequantize import dequantize
-from .kept_codes import read_rows, row_nbytes
+from ..shape.read import LAYER, expert_index, is_convolution, is_down, is_expert, is_extra_expert, is_unused, renamed_in
+from .dequantize import dequantize, read_rows, row_nbytes
 
 MAX_LISTED = 10
 NO_LAYOUTS: Mapping[str, Layout] = MappingProxyType({})

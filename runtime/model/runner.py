@@ -1,18 +1,64 @@
-"""A loaded model: transformers' definition over packed weights, one call per pass."""
+"""A loaded model: transformers' definition over packed weights, and the executor of its passes, chosen at load."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
+from ...quant.kernels.upload import upload
 from ...quant.matmul.matmul import ParallelMatmul
+from ...quant.scratch import whole_vectors
 from ..attention.protocol import AttentionBackend
-from ..engine.batch import Batch
-from .executor import Executor, SeamExecutor
+from ..engine.sequence import Batch
+from .attention_seam import PackedPass
 from .recurrent.pass_states import PassStates
+
+
+class Executor(Protocol):
+    """Computes passes."""
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Logits [R, V] of the batch's `logit_rows`, in the dtype of the output head, on the device."""
+        ...
+
+
+class SeamExecutor:
+    """Runs transformers' own forward, in which attention, linears, experts and states are moedge's at the seams.
+
+    Set `attention` after the cache exists and before the first pass. `states` are those of recurrent layers.
+    """
+
+    def __init__(self, model: PreTrainedModel, compute: ParallelMatmul, states: PassStates | None) -> None:
+        self._model = model
+        self._compute = compute
+        self.attention: AttentionBackend | None = None
+        self.states = states
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Logits [R, V] of the batch's `logit_rows`; padding behind its tokens where bits must not depend on a pass."""
+        if self.attention is None:
+            raise RuntimeError("no attention backend: set `attention` before the first pass")
+        count, compute = batch.num_tokens, self._compute
+        behind = (0, whole_vectors(count) - count if compute.pads_passes else 0)
+        token_ids, positions = F.pad(batch.token_ids, behind), F.pad(batch.positions, behind)
+        if self.states is not None:
+            self.states.begin(batch, compute.device)
+        # Token ids stay in host memory, where the embedding is.
+        with compute.small_steps(count * self._model.config.hidden_size), compute.padded_pass(count, count + behind[1]):
+            out = self._model(
+                token_ids,
+                position_ids=upload(positions, compute.device),
+                use_cache=False,
+                logits_to_keep=upload(batch.logit_rows, compute.device),
+                packed=PackedPass(batch, self.attention, positions),
+            )
+        logits: torch.Tensor = out.logits
+        return logits.squeeze(0)
 
 
 class ModelRunner:

@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ...moe.expected_rows import most_rows
+from ...moe.routing_stats import most_rows
 from ...offload.machine.hardware import num_workers
 from ...quant.formats.format import TILES, get_format
-from ...quant.kernels import tuning
-from ...quant.kernels.gpu import Gpu
+from ...quant.kernels import operands
+from ...quant.kernels.operands import Gpu
 from ...quant.native import library
-from ...quant.native.interface import CONSTANTS
+from ...quant.native.library import CONSTANTS
 from ...quant.scratch import fused_row_nbytes, whole_vectors
 from ..attention.choice import EXPANDED_NBYTES, GATHERED_NUMEL, PARTIALS_NBYTES, ROWS, SCORED_NUMEL
 from ..kv.spec import BLOCK_TOKENS, SCAN_TOKENS, SCANNED_TOKENS, STEP_NBYTES, KVSpec, StateSpec, state_format
@@ -190,7 +190,7 @@ def pass_nbytes(widest: Widest, dtype: str, num_tokens: int, num_sampled: int, l
 
 
 def _indexed_nbytes(widest: Widest, num_tokens: int, longest: int) -> int:
-    """Bytes of an indexer's choice (attention/sparse.py): products, scores and masks of a tile of rows, with the best
+    """Bytes of an indexer's choice (attention/latent.py): products, scores and masks of a tile of rows, with the best
     and their positions sorted out, the keys of a sequence twice, and what was chosen for every token."""
     tile = min(num_tokens, ROWS) * (4 * 4 * longest + 3 * 4 * widest.chosen)
     return 2 * 4 * SCORED_NUMEL + tile + 2 * 4 * longest * widest.index + 4 * num_tokens * widest.chosen
@@ -214,7 +214,9 @@ _TILE_NBYTES, _SLOT_NBYTES = 20, 8
 
 def groups_experts(shape: ModelShape, quant: str, gpu: Gpu) -> bool:
     """Whether experts that arrive together are computed in one launch."""
-    return shape.num_experts > 0 and tuning.reads(quant) and tuning.supports(gpu.capability) and not gpu.lacks.experts
+    return (
+        shape.num_experts > 0 and operands.reads(quant) and operands.supports(gpu.capability) and not gpu.lacks.experts
+    )
 
 
 def experts_nbytes(shape: ModelShape, dtype: str, num_tokens: int) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from ...offload.machine.hardware import Hardware
 from ...offload.machine.profile import Machine
 from ...quant.formats.format import QUANT_FORMATS, get_format
-from ...quant.kernels.gpu import Gpu, dotted, interpreted
+from ...quant.kernels.operands import Gpu, dotted, interpreted
 from ...quant.native import library
 from ..attention.choice import NO_LATENTS, AttentionNeeds, choose_attention, stores_by_kernel
 from ..kv.spec import SCAN_CHUNK, KVSpec
@@ -62,7 +62,7 @@ class PlanRequest:
     """The request: a model on a machine (`costs`), a workload, a memory budget, and settings.
 
     `hardware` is the machine's, None where it is not known; `profile` is what was measured of it. `prepared` is what is
-    on disk of the model. `corrections` of earlier runs (history.py) change what is predicted, not what is chosen.
+    on disk of the model. `corrections` of earlier runs (plan_file.py) change what is predicted, not what is chosen.
     `elsewhere` says that the machine is not this one, and `preset` names the GPU whose rates are a data sheet's.
     Requests that are made from each other share `costs`.
     """

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from ...offload.machine import device_costs
+from ...offload.machine import presets
 from ...offload.machine.profile import FlopRates, Machine, Overheads
 from .loading_cost import LoadingSpeeds
 
@@ -95,13 +95,13 @@ def _device_rates(machine: Machine | None) -> Rates:
     memory = (machine.device_memory_bytes_s if machine else None) or SLOW_DEVICE_MEMORY_BYTES_S
     link_bytes_s = (link.pinned_bytes_s or link.pageable_bytes_s) if link else SLOW_LINK_BYTES_S
     host = machine.memory_bytes_s if machine else SLOW_MEMORY_BYTES_S
-    overheads = (machine and machine.device_overheads) or device_costs.OVERHEADS
+    overheads = (machine and machine.device_overheads) or presets.OVERHEADS
     return Rates(
         disk_bytes_s=machine.disk.bytes_s if machine and machine.disk else SLOW_DISK_BYTES_S,
         link_bytes_s=link_bytes_s,
         memory_bytes_s=memory,
         # Passes are measured with all experts held.
-        overheads=replace(overheads, arrival_s=max(overheads.arrival_s, device_costs.ARRIVAL_S)),
+        overheads=replace(overheads, arrival_s=max(overheads.arrival_s, presets.ARRIVAL_S)),
         flop_s=machine.device_flop_s if machine else {},
         otherwise=SLOW_DEVICE_FLOP_S,
         measured=link is not None,

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
-from ...quant.formats.dtypes import OPTION_DTYPES
-from ...quant.formats.format import QUANT_FORMATS
+from ...quant.formats.format import OPTION_DTYPES, QUANT_FORMATS
 from ...quant.kv.format import KV_FORMATS
 from .option import Option, Panel, Takes
 

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from ...offload.checkpoint.checkpoint import read_inside
-from ...offload.checkpoint.json_object import described, load_object
-from ...quant.formats.dtypes import WEIGHT_DTYPES
+from ...offload.checkpoint.header import described, load_object
+from ...quant.formats.format import WEIGHT_DTYPES
 from ..settings.errors import UnsupportedModel
 from .config_fields import FIELDS, LISTS, NESTED, ROPE_FIELDS, check_rope, checked_fields, out_of_range
-from .families import INDEXED, LATENT, Family, family
-from .multimodal import is_wrapper, text_config
+from .families import INDEXED, LATENT, Family, family, is_wrapper, text_config
 from .quantization import parse_quantization
 
 CONFIG = "config.json"

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...offload.checkpoint.json_object import described
+from ...offload.checkpoint.header import described
 from ..settings.errors import UnsupportedModel
 
 

@@ -1,7 +1,9 @@
-"""The model families that moedge runs, those that it refuses, and the little that their config files do not say.
+"""The model families that moedge runs, those that it refuses, and the text model inside those that see or hear.
 
 Defaults of config fields come from `defaults.json`, which `runtime/model/defaults.py` generates from transformers.
-docs/tables/models.md, which `make matrix` generates, says what ran with which release of transformers.
+docs/tables/models.md, which `make matrix` generates, says what ran with which release of transformers. Models that see
+or hear (transformers' `*ForConditionalGeneration`) have the text model's own configuration in `text_config`, and its
+tensors under a prefix. Other tensors are not read.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from importlib.resources import files
 from typing import Any
 
 from ..settings.errors import UnsupportedModel, require_transformers
+from .quantization import KEYS
 
 MOE = (
     "afmoe", "aria_text", "axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3",
@@ -130,3 +133,52 @@ def refusal(model_type: object) -> str:
 def _generated() -> dict[str, Any]:
     table: dict[str, Any] = json.loads(files(__package__).joinpath("defaults.json").read_text())
     return table
+
+
+# The model types whose answer to text alone is that of their text model, and the type of that where the file names
+# none.
+WRAPPERS: Mapping[str, str] = {
+    "aria": "aria_text",
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
+    "llama4": "llama4_text",
+    "llava": "llama",
+    "mistral3": "mistral",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
+# What the outer configuration says of the text model, too.
+_OUTER = (*KEYS, "dtype", "torch_dtype", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+# As transformers' releases write them, the longest first.
+_PREFIXES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "lm_head.": "lm_head.",
+}
+
+
+def is_wrapper(values: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of a model with a text model inside."""
+    return isinstance(values.get("text_config"), dict)
+
+
+def text_config(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of the text model in that of a whole one. Raises UnsupportedModel for types not read so."""
+    model_type, inner = values.get("model_type"), values["text_config"]
+    if not isinstance(model_type, str) or model_type not in WRAPPERS:
+        raise UnsupportedModel(
+            f"config.json: model type {model_type!r:.80} wraps a text model of type {inner.get('model_type')!r:.80}; "
+            f"text models are read out of {', '.join(WRAPPERS)} only"
+        )
+    outer = {name: values[name] for name in _OUTER if values.get(name) is not None}
+    return {"model_type": WRAPPERS[model_type], **inner, **outer}
+
+
+def text_name(name: str) -> str | None:
+    """The name that the text model gives to a tensor of a whole checkpoint; None for other parts' tensors."""
+    for prefix, own in _PREFIXES.items():
+        if name.startswith(prefix):
+            return own + name.removeprefix(prefix)
+    return None

@@ -11,11 +11,9 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from ...offload.checkpoint.header import TensorEntry
-from ...offload.checkpoint.json_object import described, load_object
+from ...offload.checkpoint.header import TensorEntry, described, load_object
 from ...offload.errors import BadCheckpoint
-from ...quant.formats.dtypes import DTYPES
-from ...quant.formats.format import FORMATS
+from ...quant.formats.format import DTYPES, FORMATS
 from ..settings.errors import UnsupportedModel
 from .quantization import WHOLE, Quantization, Scheme
 
@@ -415,15 +413,11 @@ def _compressed_tensors(files: _Files, entry: TensorEntry) -> QuantizedWeight | 
         if scheme.numbers == numbers and (numbers == "int" or scheme.bits == 8)
         and (scheme.symmetric or zero is not None)
     ]  # fmt: skip
-    _refuse_order(files, module)
+    if f"{module}.weight_g_idx" in files.entries:
+        raise UnsupportedModel(f"{described(module)}.weight_g_idx orders the inputs of bytes, which is not read")
     scale = files.want(f"{entry.name}_scale", entry.name)
     kind = "int" if numbers == "int" else "e4m3"
     return _scaled_bytes(files, entry, scale, schemes, kind, zero if numbers == "int" else None)
-
-
-def _refuse_order(files: _Files, module: str) -> None:
-    if f"{module}.weight_g_idx" in files.entries:
-        raise UnsupportedModel(f"{described(module)}.weight_g_idx orders the inputs of bytes, which is not read")
 
 
 def _ct_nibbles(files: _Files, entry: TensorEntry, scale: TensorEntry) -> QuantizedWeight:

@@ -1,20 +1,138 @@
-"""Reads a ModelShape from config.json and safetensors headers, by the names of the tensors."""
+"""Reads a ModelShape from config.json and the headers of a checkpoint, by the names of the tensors. Torch-free."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
 
-from ...offload.checkpoint.header import TensorEntry
-from ...quant.formats.dtypes import OPTION_DTYPES
+from ...offload.checkpoint.checkpoint import Checkpoint
+from ...offload.checkpoint.gguf_file import GgufCheckpoint, is_gguf
+from ...offload.checkpoint.header import TensorEntry, described, gc_paused
+from ...offload.errors import BadCheckpoint
+from ...quant.formats.format import DTYPES, OPTION_DTYPES
 from ..settings.errors import UnsupportedModel
 from .config import ModelConfig, attention_modules, head_dim, kv_heads, rope_dim, window
-from .model_shape import ExpertsShape, KVGroup, LayerShape, Matrix, ModelShape, StoredFormat
+from .families import text_name
+from .gguf import gguf_config, gguf_tensors
+from .model_shape import ExpertsShape, KVGroup, LayerShape, Matrix, ModelShape, StateGroup, StoredFormat
 from .quantized import ModelTensors, QuantizedWeight, ReadSmall, model_tensors
-from .states import RECURRENT, attends, is_convolution, state_groups
+
+_CONVOLUTION = re.compile(r"(^|[._])conv(1d)?\.weight$")
+_ATTENTION = re.compile(r"(^|\.)(self_attn|attention|mixer)\.(k_proj|kv_a_proj_with_mqa)\.")
+# Modules under the name of attention that are recurrent.
+_RECURRENT_ATTENTION = re.compile(r"(^|\.)(self_attn|attention)\.\w*conv1d\.")
+# Channels of the convolution, tokens that it spans (0 of both without one), and the shape of the scan's state.
+_State = tuple[int, int, tuple[int, ...]]
+
+
+def is_convolution(name: str) -> bool:
+    """Whether a tensor of a layer holds the kernel [C, 1, K] of a causal convolution."""
+    return _CONVOLUTION.search(name) is not None
+
+
+def attends(tensors: Mapping[str, TensorEntry]) -> bool:
+    """Whether a layer with recurrent ones beside it, by the names of its tensors, has keys and values."""
+    return any(map(_ATTENTION.search, tensors)) and not any(map(_RECURRENT_ATTENTION.search, tensors))
+
+
+def state_groups(config: ModelConfig, layers: Mapping[int, Mapping[str, TensorEntry]]) -> tuple[StateGroup, ...]:
+    """Recurrent layers, grouped by what a sequence keeps in them; empty for families that have none.
+
+    Raises UnsupportedModel where the files hold other convolutions than the config describes, or no attention.
+    """
+    rule = RECURRENT.get(config.family.model_type)
+    if rule is None:
+        return ()
+    channels, width, recurrent = rule(config)
+    found: dict[StateGroup, list[int]] = defaultdict(list)
+    for index, tensors in sorted(layers.items()):
+        kernels = [entry.shape for name, entry in tensors.items() if is_convolution(name)]
+        if not width and not attends(tensors):
+            found[StateGroup((), (), recurrent)].append(index)
+        if not kernels:
+            continue
+        # Some files have a kernel each for queries, keys and values.
+        if sum(shape[0] for shape in kernels) != channels or {shape[1:] for shape in kernels} != {(1, width)}:
+            raise UnsupportedModel(f"layer {index}: convolution {kernels}, config.json says {[channels, 1, width]}")
+        found[StateGroup((), (channels, width - 1), recurrent)].append(index)
+    if not any(map(attends, layers.values())):
+        raise UnsupportedModel("no layer has attention: models of recurrent layers alone do not run yet")
+    return tuple(StateGroup(tuple(each), group.conv, group.recurrent) for group, each in found.items())
+
+
+def _gated_delta(config: ModelConfig) -> _State:
+    """Gated delta nets: one matrix [K, V] per value head."""
+    heads = config.get("num_attention_heads")
+    keys = config.get("linear_num_key_heads") or heads
+    values = config.get("linear_num_value_heads") or heads
+    key_dim = config.get("linear_key_head_dim") or int(0.75 * config.size("hidden_size") / keys)
+    value_dim = config.get("linear_value_head_dim") or 2 * key_dim
+    channels = 2 * keys * key_dim + values * value_dim
+    return channels, config.size("linear_conv_kernel_dim"), (values, key_dim, value_dim)
+
+
+def _kimi_delta(config: ModelConfig) -> _State:
+    """Kimi Delta Attention: one matrix [K, V] per head."""
+    heads = config.get("linear_num_heads") or config.size("num_attention_heads")
+    dim = config.get("linear_head_dim") or config.size("head_dim")
+    width = config.get("short_conv_kernel_size") or config.size("linear_conv_kernel_dim")
+    return 3 * heads * dim, width, (heads, dim, dim)
+
+
+def _lightning(config: ModelConfig) -> _State:
+    """Lightning attention: one matrix [K, V] per head, and no convolution."""
+    heads = config.size("num_attention_heads")
+    dim = config.get("head_dim") or config.size("hidden_size") // heads
+    return 0, 0, (heads, dim, dim)
+
+
+def _mamba2(config: ModelConfig) -> _State:
+    """Mamba-2: one matrix [P, N] per head."""
+    inner = config.get("mamba_d_ssm") or int(config.get("mamba_expand") * config.size("hidden_size"))
+    heads, size = config.size("mamba_n_heads"), config.size("mamba_d_state")
+    channels = inner + 2 * config.size("mamba_n_groups") * size
+    return channels, config.size("mamba_d_conv"), (heads, inner // heads, size)
+
+
+def _nemotron(config: ModelConfig) -> _State:
+    heads, dim, size = (config.size(name) for name in ("mamba_num_heads", "mamba_head_dim", "ssm_state_size"))
+    channels = heads * dim + 2 * config.size("n_groups") * size
+    return channels, config.size("conv_kernel"), (heads, dim, size)
+
+
+def _mamba(config: ModelConfig) -> _State:
+    """Mamba-1: one vector [N] per channel."""
+    channels = int(config.get("mamba_expand") * config.size("hidden_size"))
+    return channels, config.size("mamba_d_conv"), (channels, config.size("mamba_d_state"))
+
+
+def _short_convolution(config: ModelConfig) -> _State:
+    return config.size("hidden_size"), config.size("conv_L_cache"), ()
+
+
+RECURRENT: Mapping[str, Callable[[ModelConfig], _State]] = {
+    "bailing_hybrid": _kimi_delta,
+    "bamba": _mamba2,
+    "falcon_h1": _mamba2,
+    "granitemoehybrid": _mamba2,
+    "jamba": _mamba,
+    "kimi_linear": _kimi_delta,
+    "lfm2": _short_convolution,
+    "lfm2_moe": _short_convolution,
+    "lfm3": _short_convolution,
+    "minimax": _lightning,
+    "nemotron_h": _nemotron,
+    "olmo_hybrid": _gated_delta,
+    "qwen3_5_moe_text": _gated_delta,
+    "qwen3_5_text": _gated_delta,
+    "qwen3_next": _gated_delta,
+}
+
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"experts\.(\d+)\.(.+)$")
@@ -133,6 +251,7 @@ def model_shape(
         raise UnsupportedModel("the files hold no tensor *.embed_tokens.weight")
     tied = bool(config.get("tie_word_embeddings")) or head is None
     vocab, hidden = embedding.shape
+    # The layers that have an indexer; others of the same model attend to what one before them has chosen.
     return ModelShape(
         model_type=config.family.model_type,
         dtype=_dtype(entries.values()),
@@ -140,7 +259,11 @@ def model_shape(
         vocab=vocab,
         context=config.context,
         layers=tuple(_layer(index, layers[index], config, found) for index in range(num_layers)),
-        kv_groups=kv_groups(config, _attending(config, layers), _indexing(layers)),
+        kv_groups=kv_groups(
+            config,
+            _attending(config, layers),
+            [index for index, tensors in sorted(layers.items()) if any(map(_INDEXER.search, tensors))],
+        ),
         head=None if tied or head is None else Matrix("lm_head", head.shape[0], head.shape[1]),
         resident_numel=sum(entry.numel for entry in outside.values() if entry not in (head, embedding)),
         stored=stored_formats(found, tensors),
@@ -194,11 +317,6 @@ def _attending(config: ModelConfig, layers: Mapping[int, Mapping[str, TensorEntr
     """The layers that have keys and values: all of them, but in families that have recurrent ones."""
     hybrid = config.family.model_type in RECURRENT
     return [index for index, tensors in sorted(layers.items()) if not hybrid or attends(tensors)]
-
-
-def _indexing(layers: Mapping[int, Mapping[str, TensorEntry]]) -> list[int]:
-    """The layers that have an indexer; others of the same model attend to what one before them has chosen."""
-    return [index for index, tensors in sorted(layers.items()) if any(map(_INDEXER.search, tensors))]
 
 
 def kv_groups(
@@ -294,3 +412,151 @@ def _dtype(entries: Iterable[TensorEntry]) -> str:
 def _ranges(layers: Iterable[int]) -> str:
     found = sorted(layers)
     return f"{len(found)} ({found[0]} to {found[-1]})" if found else "none"
+
+
+_FLOATS = {each.safetensors for each in DTYPES.values() if "float" in each.name}
+# Buffers that old checkpoints carry and models make themselves.
+_COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
+_MOST_SHOWN = 10
+# Of parts that only predict further tokens (MTP) and have layers of their own.
+PREDICTING = "mtp."
+
+
+def check_tensors(
+    config: ModelConfig, checkpoint: Checkpoint, tensors: Tensors, entries: Mapping[str, TensorEntry] | None = None
+) -> None:
+    """`tensors` are the checkpoint's, by layer, and `entries` all of them, if they are not those of the files.
+
+    Raises BadCheckpoint, with the first ten differences, unless the tensors can be those of the config's model.
+    """
+    layers = tensors.layers
+    num_layers = config.size("num_hidden_layers")
+    if sorted(layers) != list(range(num_layers)):
+        raise BadCheckpoint(
+            f"{checkpoint.folder}: the files hold layers {_span(layers)}, "
+            f"config.json wants num_hidden_layers {num_layers}"
+        )
+    differences = [*_unusable(checkpoint, entries or checkpoint.entries), *_outer(config, tensors.outside)]
+    for index, layer in sorted(layers.items()):
+        differences += [
+            f"layer {index}: {text}" for text in (*_attention(config, index, layer), *_expert_mismatches(config, layer))
+        ]
+    if differences:
+        more = f"; and {len(differences) - _MOST_SHOWN} more" if len(differences) > _MOST_SHOWN else ""
+        raise BadCheckpoint(
+            f"{checkpoint.folder}: config.json and the tensors disagree: {'; '.join(differences[:_MOST_SHOWN])}{more}"
+        )
+
+
+def _unusable(checkpoint: Checkpoint, entries: Mapping[str, TensorEntry]) -> Iterator[str]:
+    for name, entry in entries.items():
+        if entry.dtype not in _FLOATS and not _COMPUTED.search(name):
+            yield f"{checkpoint.file_of(name)}: {described(name)} is {entry.dtype}, wanted one of {sorted(_FLOATS)}"
+
+
+def _outer(config: ModelConfig, tensors: Mapping[str, TensorEntry]) -> Iterator[str]:
+    wanted = (config.size("vocab_size"), config.size("hidden_size"))
+    by_suffix = {_today(name): entry for name, entry in tensors.items()}
+    names = ["embed_tokens.weight"] if config.get("tie_word_embeddings") else ["embed_tokens.weight", "lm_head.weight"]
+    for name in names:
+        if name not in by_suffix:
+            yield f"{name} {list(wanted)} is missing"
+        else:
+            yield from _compare(by_suffix[name], wanted)
+
+
+def _today(name: str) -> str:
+    """The name without its prefix that most families give to a tensor outside of layers."""
+    inner = name.removeprefix("model.").removeprefix("backbone.").removeprefix("word_")
+    return inner.replace("embeddings.weight", "embed_tokens.weight")
+
+
+def _attention(config: ModelConfig, layer: int, tensors: Mapping[str, TensorEntry]) -> Iterator[str]:
+    """The cache is sized by the config: its keys must be as wide as the files make them."""
+    for name, entry in tensors.items():
+        if config.is_latent and name.endswith("kv_a_proj_with_mqa.weight"):
+            width = head_dim(config, layer) + config.size("qk_rope_head_dim")
+            yield from _compare(entry, (width, config.size("hidden_size")))
+    key = tensors.get("self_attn.k_proj.weight")
+    if key is not None and not config.is_latent:
+        # Values may be longer than keys, and decide the cache then; the keys' own width is what the file shows.
+        size = config.get("head_dim") if config.get("v_head_dim") else head_dim(config, layer)
+        yield from _compare(key, (kv_heads(config, layer) * size, config.size("hidden_size")))
+
+
+def _expert_mismatches(config: ModelConfig, tensors: Mapping[str, TensorEntry]) -> Iterator[str]:
+    single = {index for name in tensors if (index := expert_index(name)) is not None}
+    stacked = {entry.shape[0] for name, entry in tensors.items() if len(entry.shape) == 3 and is_expert(name, entry)}
+    found = stacked or ({len(single)} if single else set())
+    if found and found != {config.num_experts}:
+        yield f"the files hold {sorted(found)} experts, wanted {config.num_experts}"
+
+
+def _compare(entry: TensorEntry, wanted: tuple[int, ...]) -> Iterator[str]:
+    if entry.shape != wanted:
+        yield f"{entry.name} is {list(entry.shape)}, wanted {list(wanted)}"
+
+
+def _span(layers: Mapping[int, object]) -> str:
+    return f"{min(layers)} to {max(layers)}, {len(layers)} of them" if layers else "none"
+
+
+def read_shape(folder: Path) -> ModelShape:
+    """The shape of a checkpoint, a folder or a GGUF file, from its config and headers, if they agree; reads no weight.
+
+    Raises UnsupportedModel for what cannot run here, BadCheckpoint for what is damaged, incomplete or contradictory.
+    """
+    config = read_config(folder)
+    with gc_paused(), open_checkpoint(config, folder) as checkpoint:
+        found = read_tensors(config, checkpoint)
+        tensors = by_layer(config, found.entries)
+        check_tensors(config, checkpoint, tensors, found.entries)
+        return model_shape(config, found, tensors)
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The configuration of a checkpoint folder or of a GGUF file. Raises UnsupportedModel, BadCheckpoint."""
+    if not is_gguf(folder):
+        return ModelConfig.read(folder)
+    values = gguf_values(folder)
+    try:
+        return ModelConfig(values)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{folder}: as {error}") from None
+
+
+def gguf_values(path: Path) -> dict[str, Any]:
+    """What config.json would say of the model in a GGUF file. Raises UnsupportedModel, BadCheckpoint."""
+    with gc_paused(), GgufCheckpoint(path) as checkpoint:
+        try:
+            return gguf_config(checkpoint.metadata, checkpoint.entries, partial(_read_small, checkpoint))
+        except UnsupportedModel as error:
+            raise UnsupportedModel(f"{path}: {error}") from None
+
+
+def _read_small(checkpoint: Checkpoint, name: str) -> bytes:
+    data = bytearray(checkpoint.entries[name].nbytes)
+    checkpoint.read_into(name, memoryview(data))
+    return bytes(data)
+
+
+def open_checkpoint(config: ModelConfig, folder: Path) -> Checkpoint:
+    """The tensors of a folder's text model, under its names, or those of a GGUF file. Raises BadCheckpoint."""
+    if is_gguf(folder):
+        return GgufCheckpoint(folder)
+    checkpoint = Checkpoint(folder)
+    if config.multimodal:
+        checkpoint.select(text_name)
+    elif any(name.startswith(PREDICTING) for name in checkpoint.entries):
+        checkpoint.select(lambda name: None if name.startswith(PREDICTING) else name)
+    return checkpoint
+
+
+def read_tensors(config: ModelConfig, checkpoint: Checkpoint) -> ModelTensors:
+    """A checkpoint's tensors as a model has them, quantized or not. Raises BadCheckpoint, UnsupportedModel."""
+    try:
+        if isinstance(checkpoint, GgufCheckpoint):
+            return gguf_tensors(config, checkpoint.entries)
+        return tensors_of(config, checkpoint.entries, partial(_read_small, checkpoint))
+    except BadCheckpoint as error:
+        raise BadCheckpoint(f"{checkpoint.folder}: {error}") from None

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ...quant.formats.dtypes import OPTION_DTYPES
-from ...quant.formats.format import CODE_BITS, QUANT_FORMATS, FormatError, Layout, get_format
+from ...quant.formats.format import CODE_BITS, OPTION_DTYPES, QUANT_FORMATS, FormatError, Layout, get_format
 from ...quant.scratch import scratch_nbytes
 from ..settings.errors import SettingError
 from .families import SUPPORTED, family

@@ -13,20 +13,18 @@ from typing import Any
 
 from ...offload.checkpoint.checkpoint import INDEX, MAX_INDEX_NBYTES, find_inside, has_weights, read_inside
 from ...offload.checkpoint.gguf_file import is_gguf
-from ...offload.checkpoint.header import TensorEntry
-from ...offload.checkpoint.json_object import load_object
+from ...offload.checkpoint.header import TensorEntry, load_object
 from ...offload.errors import BadCheckpoint
 from ...offload.store.manifest import MANIFEST, read_manifest
 from ...quant.kv.format import KV_FORMATS
 from ..kv.spec import KVSpec, StateSpec
 from ..settings.errors import ModelNotFound
 from ..settings.settings import Settings
-from ..shape.checkpoint_shape import read_shape
 from ..shape.config import CONFIG, MAX_CONFIG_NBYTES, ModelConfig
+from ..shape.families import text_name
 from ..shape.formula import is_worked_out, shape_of_config
 from ..shape.model_shape import ModelShape, shape_from_json
-from ..shape.multimodal import text_name
-from ..shape.read import model_shape
+from ..shape.read import model_shape, read_shape
 from ..shape.shards import all_formats, checkpoint_nbytes, weights_nbytes
 from .hub import download_space, hub_reason, local_folder, repository_of
 from .model_source import is_store

@@ -24,9 +24,9 @@ from ...quant.formats.format import FORMATS as WEIGHT_FORMATS
 from ...quant.formats.format import get_format
 from ..settings.errors import SettingError
 from ..settings.settings import Settings
-from ..shape.checkpoint_shape import gguf_values, read_shape
 from ..shape.config import CONFIG, MAX_CONFIG_NBYTES
 from ..shape.model_shape import ModelShape
+from ..shape.read import gguf_values, read_shape
 from ..shape.shards import weights_nbytes
 from .hub import find_model
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
-from ...offload.checkpoint.json_object import load_object
+from ...offload.checkpoint.header import load_object
 from ..settings.errors import TokenizerError
 from .confinement import clean_environment, shut_in
 

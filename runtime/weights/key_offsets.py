@@ -19,9 +19,8 @@ from safetensors.torch import load_file, save
 
 from ...offload.atomic_file import write_atomically
 from ...offload.errors import BadStore
-from ..attention.dense import KeyMeans
-from ..engine.batch import pack
-from ..engine.sequence import Sequence
+from ..attention.torch_backend import KeyMeans
+from ..engine.sequence import Sequence, pack
 from ..model.runner import ModelRunner
 from ..sampling.params import SamplingParams
 from ..shape.model_shape import KVGroup, ModelShape

@@ -17,8 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...offload.checkpoint.checkpoint import Checkpoint
-from ...offload.checkpoint.extents import CHUNK_NBYTES, RunFinder, TensorRun
+from ...offload.checkpoint.checkpoint import CHUNK_NBYTES, Checkpoint, RunFinder, TensorRun
 from ...offload.store.linked import LinkedPart, LinkedShard, LinkedTensor, SourceFile
 from ...offload.store.manifest import HEAD_FILE, layer_file
 from ...offload.store.writer import LayerFile, StoreWriter

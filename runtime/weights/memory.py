@@ -11,10 +11,8 @@ from contextlib import contextmanager
 
 import torch
 
-from ...offload.device import Device
-from ...offload.host_memory import HostMemory
-from ...offload.page_locked import Pinned
-from ...offload.stream.lane import DENSE, HEAD, ShardKey
+from ...offload.device import Device, HostMemory, Pinned
+from ...offload.stream.stream import DENSE, HEAD, ShardKey
 from ..plan.placement import Placement
 from ..shape.shards import ModelShards
 

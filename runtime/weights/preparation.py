@@ -18,15 +18,14 @@ from ...offload.checkpoint.checkpoint import Checkpoint
 from ...offload.errors import BadCheckpoint
 from ...offload.store.manifest import HEAD_FILE, layer_file
 from ...offload.store.writer import LayerFile, StoreWriter
-from ...offload.stream.lane import HEAD, ShardKey
+from ...offload.stream.stream import HEAD, ShardKey
 from ...quant.formats.format import FormatError, Layout, row_chunks
 from ...quant.matmul.matmul import ParallelMatmul
 from ...quant.planes import fill
 from ...quant.scratch import wide_columns
 from ...quant.tensor import CODECS, PackedTensor, pack_into, torch_dtype
-from ..model.assembly import LayerAssembly
-from ..model.dequantize import WIDENING_NBYTES
-from ..model.kept_codes import planes_of_rows
+from ..model.definition import LayerAssembly
+from ..model.dequantize import WIDENING_NBYTES, planes_of_rows
 from ..model.loading import CheckpointLoader, refuse_nonfinite
 from ..plan.candidate import SLACK_NBYTES
 from ..settings.budgets import MIB, process_nbytes
@@ -298,7 +297,10 @@ class Preparation:
             self._loader.load_dense(index, layer, _kept(shards.layers[index].dense))
             if not sink.has_layer(index):
                 with sink.layer(index, assembly.shards) as layer_sink:
-                    self._pack_dense(index, assembly, layer_sink)
+                    layout = assembly.shards.dense
+                    weights = [assembly.linears[matrix.name].weight for matrix in layout.matrices]
+                    with layer_sink.dense() as shard:
+                        pack_shard(f"layer {index}", layout, weights, shard, self._compute, self._measure)
                     advance(assembly.shards.dense.nbytes)
                     self._pack_experts(index, assembly, layer_sink, advance)
             else:
@@ -319,12 +321,6 @@ class Preparation:
         if shards.head is not None:
             self._pack_head(shards.head, sink)
             advance(shards.head.nbytes)
-
-    def _pack_dense(self, index: int, assembly: LayerAssembly, sink: LayerSink) -> None:
-        layout = assembly.shards.dense
-        weights = [assembly.linears[matrix.name].weight for matrix in layout.matrices]
-        with sink.dense() as shard:
-            pack_shard(f"layer {index}", layout, weights, shard, self._compute, self._measure)
 
     def _pack_experts(self, index: int, assembly: LayerAssembly, sink: LayerSink, advance: Advance) -> None:
         layout, count = assembly.shards.expert, assembly.shards.num_experts

@@ -1,40 +1,122 @@
-"""Weights during passes: held shards and experts are bound once, others as they arrive over their lanes."""
+"""Weights during passes: held shards and experts are bound once, others as they arrive over their lanes.
+
+The routing counts of the jobs of a store are kept beside its weights, so that the next job starts with them. They are
+advisory: without them, or if they cannot be read, a job starts from zero and generates the same tokens.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save
 
 from ...moe.expert import ExpertWeights, HeldExperts
-from ...moe.expert_cache import ExpertSlots, StreamedExperts, StreamingExpertCache
-from ...moe.forecast import Forecast
-from ...moe.policy import Popular
+from ...moe.expert_cache import ExpertSlots, Popular, StreamedExperts, StreamingExpertCache
 from ...moe.routing_stats import RoutingStats
-from ...moe.streaming_mode import DEFAULTS, ExpertOptions, ModeChoice, RouterLatency
-from ...moe.streaming_order import ExpertFetchQueue, StreamingOrder
-from ...offload.device import Device
-from ...offload.host_memory import HostMemory
-from ...offload.page_locked import Pinned
+from ...moe.streaming_order import (
+    DEFAULTS,
+    ExpertFetchQueue,
+    ExpertOptions,
+    Forecast,
+    ModeChoice,
+    RouterLatency,
+    StreamingOrder,
+)
+from ...offload.atomic_file import TEMPORARY_SUFFIX, write_atomically
+from ...offload.device import Device, HostMemory, Pinned
 from ...offload.store.shard_file import ShardExtent
 from ...offload.store.store import Store
-from ...offload.stream.cuda_lane import CudaLane
-from ...offload.stream.lane import ALIGNMENT, DENSE, HEAD, Lane, Ring, Shard, ShardKey, ShardPart
+from ...offload.stream.cuda_lane import CudaLane, StagedLane
 from ...offload.stream.reader_lane import DirectFile, HostBytes, ReaderLane, Source, ThreadBuffer, UnalignedFile
-from ...offload.stream.staged_lane import StagedLane
-from ...offload.stream.stream import Arrival, ShardStream
+from ...offload.stream.stream import (
+    ALIGNMENT,
+    DENSE,
+    HEAD,
+    Arrival,
+    Lane,
+    Ring,
+    Shard,
+    ShardKey,
+    ShardPart,
+    ShardStream,
+)
 from ...quant.tensor import FLOAT_ALIGNMENT
-from ..model.assembly import LayerAssembly
+from ..model.definition import LayerAssembly
 from ..plan.placement import Placement, Plan
 from ..settings.stages import Advance
 from .memory import WeightMemory
-from .routing_profile import Profile, kept, merge, profile_shapes
+
+FILE = "note-routing.safetensors"
+VERSION = "1"
+# Earlier jobs count for at most this many tokens, so that the profile follows what the store is used for.
+MAX_TOKENS = 1e6
+
+Profile = dict[str, torch.Tensor]
+
+
+def profile_shapes(num_experts: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the counts of each layer with experts: `chosen` and `tokens`."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer, count in enumerate(num_experts):
+        if count:
+            shapes |= {f"layers.{layer}.chosen": (count,), f"layers.{layer}.tokens": (1,)}
+    return shapes
+
+
+def kept(store: Path, wanted: Mapping[str, tuple[int, ...]]) -> Profile:
+    """The counts of a store if they have the names and shapes `wanted`; else none."""
+    path = store / FILE
+    try:
+        with safe_open(path, "pt") as file:
+            version = (file.metadata() or {}).get("version")
+        tensors = load_file(path)
+    except (SafetensorError, OSError):
+        return {}
+    sound = all(bool(tensor.isfinite().all()) and bool((tensor >= 0).all()) for tensor in tensors.values())
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return tensors if version == VERSION and sound and shapes == dict(wanted) else {}
+
+
+def merge(store: Path, observed: Profile) -> None:
+    """Adds the counts that a job `observed` to those of the store, under a lock: jobs may end at the same time.
+
+    Raises OSError where the store cannot be written to.
+    """
+    with _locked(store):
+        before = kept(store, {name: tuple(tensor.shape) for name, tensor in observed.items()})
+        merged = {name: tensor + _decayed(before, name) for name, tensor in observed.items()}
+        with suppress(FileNotFoundError):
+            # A process that was killed here left it; with the lock held, no other one uses it.
+            os.unlink(store / f".{FILE}{TEMPORARY_SUFFIX}")
+        write_atomically(store / FILE, save(merged, {"version": VERSION}))
+
+
+def _decayed(before: Profile, name: str) -> torch.Tensor | float:
+    if name not in before:
+        return 0.0
+    tokens = float(before[f"{name.rsplit('.', 1)[0]}.tokens"])
+    return before[name] * min(1.0, MAX_TOKENS / max(tokens, 1.0))
+
+
+@contextmanager
+def _locked(store: Path) -> Iterator[None]:
+    """Locks the folder itself: the store's own lock is shared by all its users."""
+    descriptor = os.open(store, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 class Lanes:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from moedge.runtime.engine.batch import Batch
+from moedge.runtime.engine.sequence import Batch
 from moedge.runtime.model.runner import ModelRunner
 from support.row_files import write_rows
 

@@ -16,7 +16,7 @@ from moedge.offload.machine.profile import Disk, DiskRead, Link, Machine, save_m
 from moedge.runtime.api.plan_report import LETTERS
 from moedge.runtime.jobs import job_plan
 from moedge.runtime.plan import memory_ledger
-from moedge.runtime.plan.history import last_runs
+from moedge.runtime.plan.plan_file import last_runs
 from support.known_shapes import CONFIGS
 from support.recorded_machine import RECORDED
 from support.row_files import write_rows

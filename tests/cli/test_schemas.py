@@ -15,7 +15,7 @@ from moedge.offload.machine import profile
 from moedge.offload.store import manifest
 from moedge.runtime.evaluation import check, speed
 from moedge.runtime.jobs import status, summary
-from moedge.runtime.plan import history, plan_file
+from moedge.runtime.plan import plan_file
 
 DOCS = Path(__file__).parents[2] / "docs"
 LAYOUTS = (
@@ -28,7 +28,7 @@ LAYOUTS = (
     check.SCHEMA,
     documents.SCHEMA,
     evaluate.SCHEMA,
-    history.SCHEMA,
+    plan_file.RUNS_SCHEMA,
     manifest.FORMAT,
 )
 Cli = Callable[..., int]
@@ -133,9 +133,9 @@ def test_prepared_weights_and_the_history_of_runs(
 ) -> None:
     assert cli("prepare", checkpoint("qwen3_moe"), "-o", "store", "--quant", "int8") == 0
     validate(json.loads(Path("store/manifest.json").read_text()), manifest.FORMAT)
-    record = history.RunRecord("2026-11-22T10:00:00+00:00", "m", "model", "s", "f", "disk", 1.5, 2.0, 3.0, 4, 5)
-    history.keep(record, Path("runs.json"))
-    validate(json.loads(Path("runs.json").read_text()), history.SCHEMA)
+    record = plan_file.RunRecord("2026-11-22T10:00:00+00:00", "m", "model", "s", "f", "disk", 1.5, 2.0, 3.0, 4, 5)
+    plan_file.keep(record, Path("runs.json"))
+    validate(json.loads(Path("runs.json").read_text()), plan_file.RUNS_SCHEMA)
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from moedge.quant.kernels.gpu import Gpu, Lacks
+from moedge.quant.kernels.operands import Gpu, Lacks
 from moedge.runtime.calibration import device_rates as measuring
 from moedge.runtime.calibration import pass_rates
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from moedge.offload.stream.lane import StreamBroken
+from moedge.offload.stream.stream import StreamBroken
 from moedge.runtime.plan import placement
 from moedge.runtime.settings.errors import MemoryGaveOut
 from moedge.runtime.weights import streaming as lanes

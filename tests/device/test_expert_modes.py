@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from moedge.moe.expert_cache import ExpertSlots
-from moedge.moe.streaming_mode import Mode
-from moedge.moe.streaming_order import ExpertFetchQueue
-from moedge.offload.stream.lane import ShardKey
+from moedge.moe.streaming_order import ExpertFetchQueue, Mode
+from moedge.offload.stream.stream import ShardKey
 
 # Each mode, share and tier mix in some combination; matrix/expert_modes.py has all of them.
 SOME = [
@@ -90,8 +89,8 @@ def test_a_forecast_that_knows_the_future_wastes_nothing(
     case: Any, fakes: ModuleType, modes: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a first run wanted, turn by turn, is what the second one guesses; first layers are not guessed."""
-    from moedge.moe.forecast import Forecast
-    from moedge.moe.policy import Popular
+    from moedge.moe.expert_cache import Popular
+    from moedge.moe.streaming_order import Forecast
 
     tiny = case("qwen3_moe")
     future: list[tuple[int, list[int]]] = []
@@ -119,7 +118,7 @@ def test_the_worst_guesses_cost_bandwidth_only(
     seed: int, case: Any, fakes: ModuleType, modes: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guesses drawn at random, and as many as there are."""
-    from moedge.moe.forecast import Forecast
+    from moedge.moe.streaming_order import Forecast
 
     generator = torch.Generator().manual_seed(seed)
 

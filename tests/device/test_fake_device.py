@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn import functional
 
+from moedge.offload.device import HostMemory
 from moedge.offload.errors import is_out_of_memory
-from moedge.offload.host_memory import HostMemory
 from moedge.runtime.settings.process import ALLOCATOR_VARIABLES
 
 MIB = 1 << 20

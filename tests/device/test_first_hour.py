@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from moedge.moe.streaming_mode import ExpertOptions, Mode
+from moedge.moe.streaming_order import ExpertOptions, Mode
+from moedge.offload import device as slab
 from moedge.offload import errors as cuda_error
-from moedge.offload import page_locked as slab
-from moedge.offload.host_memory import HostMemory
+from moedge.offload.device import HostMemory
 from moedge.offload.machine.hardware import Hardware
 from moedge.offload.machine.profile import Machine, PinLimit
 from moedge.quant.kernels import upload as uploads

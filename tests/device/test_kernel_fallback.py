@@ -15,18 +15,17 @@ from typing import Any
 import pytest
 
 from moedge.apps.doctor.kernels import check_kernels
-from moedge.moe.expected_rows import wanted_by
+from moedge.moe.routing_stats import wanted_by
 from moedge.offload.machine.hardware import Hardware
-from moedge.quant.kernels.gpu import Gpu, Lacks
-from moedge.quant.kernels.launch import Launch
+from moedge.quant.kernels.operands import Gpu, Lacks
+from moedge.quant.kernels.product import Launch
 from moedge.quant.matmul import grouped_selftest as products
 from moedge.runtime.jobs import lifecycle
 from moedge.runtime.loading import engine_loader as load
-from moedge.runtime.loading import gpu_selftest as selftest
-from moedge.runtime.loading import kernels_here
 from moedge.runtime.loading import machine_memory as tiers
-from moedge.runtime.loading.gpu_selftest import KernelNeeds
+from moedge.runtime.loading import selftest
 from moedge.runtime.loading.rehearsal import Rehearsed
+from moedge.runtime.loading.selftest import KernelNeeds
 from moedge.runtime.plan.cost_model import CostModel
 from moedge.runtime.plan.placement import Plan, Workload
 from moedge.runtime.plan.plan_file import document, load_plan
@@ -51,7 +50,7 @@ def few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selftest, "_QUANTIZED", ())
     monkeypatch.setattr(load, "warm_up_experts", lambda *_: None)
     needs = KernelNeeds("fp32", ((2, 2, 16, None),), ((64, 32),))
-    monkeypatch.setattr(kernels_here, "usual_needs", lambda device: needs)
+    monkeypatch.setattr(selftest, "usual_needs", lambda device: needs)
     monkeypatch.setattr(products, "FORMATS", ("none",))
 
 

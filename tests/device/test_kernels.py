@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from moedge.offload.stream.lane import StreamBroken
+from moedge.offload.stream.stream import StreamBroken
 from moedge.runtime.weights import streaming as lanes
 
 AMPERE, TURING = (8, 6), (7, 5)

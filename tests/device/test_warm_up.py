@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from moedge.quant.kernels.launch import Launch
-from moedge.quant.kernels.tuning import TILE_ROWS
+from moedge.quant.kernels.operands import TILE_ROWS
+from moedge.quant.kernels.product import Launch
 from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.loading.rehearsal import prompt_tokens, rehearse
 from moedge.runtime.plan.placement import Workload
@@ -74,7 +74,7 @@ def test_too_little_memory_to_warm_up_in_is_no_error(
     def give_out(*arguments: Any) -> None:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr("moedge.runtime.loading.warm_up.bind_zeros", give_out)
+    monkeypatch.setattr("moedge.runtime.loading.rehearsal.bind_zeros", give_out)
     tiny = case("mixtral")
     with fakes.FakeDevice(2, capability=AMPERE) as fake:
         load_engine(tiny.source, tiny.plan(fake.device), None, fake.device).close()

@@ -101,7 +101,7 @@ def is_whole(code: str, source: str) -> bool:
 
 def test_the_design_shows_whole_functions_of_the_tree() -> None:
     shown = shown_code(DOCS / "dev" / "design.md")
-    assert [file for file, _ in shown] == ["runtime/engine/engine.py", "runtime/model/fused/executor.py"]
+    assert [file for file, _ in shown] == ["runtime/engine/engine.py", "runtime/model/fused/decoder.py"]
     for file, code in shown:
         assert code.strip()
         assert is_whole(code, (DOCS.parent / file).read_text()), file

@@ -8,15 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from moedge.moe import policy
+from moedge.moe import expert_cache
 from moedge.moe.expert import ExpertBody, OneShotEvent, ResidentExpert, mix_experts
-from moedge.moe.expert_cache import ExpertSlots, StreamedExperts, StreamingExpertCache
-from moedge.moe.forecast import Forecast
-from moedge.moe.policy import Popular
+from moedge.moe.expert_cache import ExpertSlots, Popular, StreamedExperts, StreamingExpertCache
 from moedge.moe.routing_stats import RoutingStats
-from moedge.moe.streaming_mode import Mode, ModeChoice, RouterLatency
-from moedge.moe.streaming_order import ExpertFetchQueue, StreamingOrder
-from moedge.offload.stream.lane import ALIGNMENT, ShardKey
+from moedge.moe.streaming_order import ExpertFetchQueue, Forecast, Mode, ModeChoice, RouterLatency, StreamingOrder
+from moedge.offload.stream.stream import ALIGNMENT, ShardKey
 from moedge.quant.matmul.matmul import Matmul, ParallelMatmul, Workspace
 from support.experts.instant_lane import InstantLane, number, open_stream, shard
 
@@ -105,8 +102,8 @@ def test_whoever_is_free_takes_the_next(
 ) -> None:
     """Restless caches give every expert that arrives a slot, as long as one is left in the pass."""
     if restless:
-        monkeypatch.setattr(policy, "_MARGIN", -2.0)
-        monkeypatch.setattr(policy, "_SWAP_FRACTION", 1.0)
+        monkeypatch.setattr(expert_cache, "_MARGIN", -2.0)
+        monkeypatch.setattr(expert_cache, "_SWAP_FRACTION", 1.0)
     cache, _ = make_cache(ring, mode, num_held=2)
     run(cache, Bytes(), threads, passes=20)
     assert cache.counts.fetched > 0

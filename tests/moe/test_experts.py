@@ -9,14 +9,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moedge.moe import groups as moe_groups
-from moedge.moe.expected_rows import padded_rows
-from moedge.moe.expert import ExpertBody, ExpertWeights, HeldExperts, ResidentExpert, mix_experts
-from moedge.moe.groups import ExpertGroups, combine, group_by_expert
-from moedge.moe.routing_stats import RoutingStats
-from moedge.quant.kernels.launch import Launch
+from moedge.moe import expert as moe_groups
+from moedge.moe.expert import (
+    ExpertBody,
+    ExpertGroups,
+    ExpertWeights,
+    HeldExperts,
+    ResidentExpert,
+    combine,
+    group_by_expert,
+    mix_experts,
+)
+from moedge.moe.routing_stats import RoutingStats, padded_rows
 from moedge.quant.kernels.operands import recognise
-from moedge.quant.kernels.product import GroupedProduct
+from moedge.quant.kernels.product import GroupedProduct, Launch
 from moedge.quant.matmul.matmul import ParallelMatmul, Workspace
 from moedge.quant.matmul.thread_pool import torch_threads
 from moedge.quant.tensor import pack

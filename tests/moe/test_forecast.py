@@ -2,9 +2,9 @@
 
 import torch
 
-from moedge.moe.forecast import Forecast
-from moedge.moe.groups import group_by_expert
+from moedge.moe.expert import group_by_expert
 from moedge.moe.routing_stats import RoutingStats
+from moedge.moe.streaming_order import Forecast
 
 E, A, D, T = 16, 2, 32, 3
 

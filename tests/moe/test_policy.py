@@ -6,8 +6,8 @@ import random
 import numpy as np
 import pytest
 
-from moedge.moe.policy import Popular
-from moedge.offload.stream.lane import ShardKey
+from moedge.moe.expert_cache import Popular
+from moedge.offload.stream.stream import ShardKey
 from support.experts.replay import Trace, belady, replay
 
 LAYERS, EXPERTS = 4, 8

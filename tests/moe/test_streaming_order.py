@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moedge.moe.streaming_order import ExpertFetchQueue
-from moedge.offload.stream.lane import ShardKey
+from moedge.offload.stream.stream import ShardKey
 from support.experts.instant_lane import number, opened
 
 LAYERS = 3

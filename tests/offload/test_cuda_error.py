@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from moedge.offload import errors as cuda_error
+from moedge.offload.device import MIN_PIN_NBYTES, Pinned, address_of, allocate
 from moedge.offload.errors import prepare_to_swallow, swallow_cuda_error
-from moedge.offload.page_locked import MIN_PIN_NBYTES, Pinned, address_of, allocate
 
 
 def test_the_stale_error_is_raised_at_a_kernel_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedge.offload.page_locked import MIN_PIN_NBYTES, PIN_CHUNK_NBYTES, PinBudget, Pinned, address_of, allocate
+from moedge.offload.device import MIN_PIN_NBYTES, PIN_CHUNK_NBYTES, PinBudget, Pinned, address_of, allocate
 
 MIB = 1 << 20
 ADDRESS = 1 << 40

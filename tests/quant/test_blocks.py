@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from moedge.quant.native import library
-from moedge.quant.native.blocks import dequantize_blocks, look_up
-from moedge.quant.native.interface import ENUMS
+from moedge.quant.native.calls import dequantize_blocks, look_up
+from moedge.quant.native.library import ENUMS
 
 KINDS = sorted(kind.upper() for kind in ENUMS["block_type"] if kind != "byte")
 

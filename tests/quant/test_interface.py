@@ -1,4 +1,4 @@
-"""The C interface: what Python reads of interface.h is what a compiler makes of it, and names of both sides agree."""
+"""The C interface: what Python reads of library.h is what a compiler makes of it, and names of both sides agree."""
 
 import ctypes
 import shutil
@@ -11,13 +11,13 @@ import pytest
 from moedge.quant.formats.format import CODE_BITS, INT4PACK, QUANT_FORMATS, ROWS, TILES
 from moedge.quant.kernels.operands import ACTIVATIONS
 from moedge.quant.kv.format import VECTOR_FORMATS
-from moedge.quant.native import build, interface
-from moedge.quant.native.interface import CONSTANTS, ENUMS
+from moedge.quant.native import build, library
+from moedge.quant.native.library import CONSTANTS, ENUMS
 from moedge.quant.tensor import CODECS
 
 
 def structures() -> Iterator[tuple[str, type[ctypes.Structure]]]:
-    for name, made in interface._TYPES.items():
+    for name, made in library._TYPES.items():
         if issubclass(made, ctypes.Structure):
             yield name, made
 
@@ -56,7 +56,7 @@ def test_a_name_that_is_no_field_is_refused(made: type[ctypes.Structure]) -> Non
 def test_lines_that_are_no_fields_are_refused() -> None:
     for line in ("int x", "uint16_t *x, *y;", "const uint8_t **x;"):
         with pytest.raises((ValueError, KeyError)):
-            interface._field(line)
+            library._field(line)
 
 
 def test_names_are_those_of_python() -> None:

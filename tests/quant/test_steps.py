@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moedge.moe.groups import group_by_expert
+from moedge.moe.expert import group_by_expert
 from moedge.quant.formats.format import TILES
 from moedge.quant.kernels.operands import Gate
 from moedge.quant.matmul import steps

@@ -8,15 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moedge.moe.expert import ExpertBody, ExpertWeights, HeldExperts, mix_experts
-from moedge.moe.groups import group_by_expert
+from moedge.moe.expert import ExpertBody, ExpertWeights, HeldExperts, group_by_expert, mix_experts
 from moedge.moe.routing_stats import RoutingStats
 from moedge.quant.formats.format import FORMATS, INTEGER_CODES, ROWS, TILES, get_format
 from moedge.quant.kernels.operands import ACTIVATIONS, Gate
 from moedge.quant.matmul import tiled
 from moedge.quant.matmul.matmul import ALL_ROWS, Matmul, ParallelMatmul, Workspace, kernel_order
-from moedge.quant.native import library
-from moedge.quant.native import tiles as native_tiles
+from moedge.quant.native import calls, library
 from moedge.quant.planes import from_planes, planes_of, relayout
 from moedge.quant.scratch import row_nbytes
 from moedge.quant.tensor import PackedTensor, pack
@@ -98,9 +96,9 @@ def test_widening_by_the_library_has_the_bits_of_the_codec(
             : packed.planes[1].numel() // 7 + 1
         ]
     found = torch.full((130, 512), 7, dtype=torch.bfloat16)
-    assert native_tiles.widen(packed.layout.codes, packed.planes, found[1:129])
+    assert calls.widen_tiles(packed.layout.codes, packed.planes, found[1:129])
     assert (found[[0, 129]] == 7).all()
-    monkeypatch.setattr(native_tiles, "widen", lambda *_: False)
+    monkeypatch.setattr(calls, "widen_tiles", lambda *_: False)
     wanted = packed.dequantize(torch.empty(packed.shape, dtype=torch.bfloat16))
     assert torch.equal(wanted.isnan(), found[1:129].isnan())
     same = wanted.view(torch.int16) == found[1:129].view(torch.int16)
@@ -111,7 +109,7 @@ def test_widening_by_the_library_has_the_bits_of_the_codec(
 def test_what_the_library_does_not_widen_is_left_to_the_codec() -> None:
     packed = pack(rows_of(64, 128), "int4", TILES)
     for out in (torch.empty(64, 128), torch.empty(128, 64, dtype=torch.bfloat16).t()):
-        assert not native_tiles.widen("int4", packed.planes, out)
+        assert not calls.widen_tiles("int4", packed.planes, out)
     assert torch.equal(packed.dequantize(torch.empty(64, 128)).bfloat16(), packed.dequantize())
 
 

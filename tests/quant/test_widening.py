@@ -14,13 +14,13 @@ from torch import Tensor
 
 from moedge.quant.formats import mxfp4
 from moedge.quant.matmul.matmul import Matmul, Workspace
-from moedge.quant.native import library, widening
+from moedge.quant.native import calls, library
 from moedge.quant.native.build import SETS
 from moedge.quant.scratch import scratch_nbytes
 from moedge.quant.tensor import pack
 
 pytestmark = pytest.mark.numerics
-NO_LIBRARY = widening._function() is None
+NO_LIBRARY = library.portable("moedge_widen") is None
 needs_library = pytest.mark.skipif(NO_LIBRARY, reason=f"no library of CPU kernels: {library.lack()}")
 Planes = tuple[Tensor, Tensor]
 
@@ -52,7 +52,7 @@ def by_torch(planes: Planes) -> Tensor:
 
 def by_library(planes: Planes) -> Tensor:
     out = torch.full((len(planes[0]), 2 * planes[0].shape[1]), 7, dtype=torch.bfloat16)
-    assert widening.widen_mxfp4(*planes, out)
+    assert calls.widen_mxfp4(*planes, out)
     return out
 
 
@@ -136,10 +136,10 @@ def test_what_the_library_does_not_take_is_left_to_torch() -> None:
     apart = codes.t().contiguous().t(), scales.t().contiguous().t()
     for given_planes, dtype in ((apart, torch.bfloat16), (planes, torch.float32), (planes, torch.float16)):
         out = torch.empty(64, 64, dtype=dtype)
-        assert not widening.widen_mxfp4(*given_planes, out)
+        assert not calls.widen_mxfp4(*given_planes, out)
         mxfp4.unpack(given_planes, out, out)
         assert torch.equal(out, wanted.to(dtype))
-    assert not widening.widen_mxfp4(codes, scales, torch.empty(64, 64, dtype=torch.bfloat16).t())
+    assert not calls.widen_mxfp4(codes, scales, torch.empty(64, 64, dtype=torch.bfloat16).t())
 
 
 def test_without_the_function_without_a_library_and_after_wrong_numbers_torch_widens(
@@ -149,16 +149,16 @@ def test_without_the_function_without_a_library_and_after_wrong_numbers_torch_wi
     wanted = by_torch((packed.planes[0], packed.planes[1]))
     with monkeypatch.context() as patch:
         patch.setattr(library, "loaded", lambda: library.Loaded(object()))  # type: ignore[arg-type]
-        assert library.portable("moedge_widen", []) is None
+        assert library.portable("moedge_widen") is None
         patch.setattr(library, "loaded", lambda: library.Loaded(lack="none"))
         patch.setattr(library, "_opened", lambda: (None, "it was not built"))
-        assert library.portable("moedge_widen", []) is None
+        assert library.portable("moedge_widen") is None
     with monkeypatch.context() as patch:
-        patch.setattr(widening, "_function", lambda: None)
-        assert not widening.widen_mxfp4(*packed.planes, torch.empty_like(wanted))
+        patch.setattr(calls, "portable", lambda *_: None)
+        assert not calls.widen_mxfp4(*packed.planes, torch.empty_like(wanted))
         assert torch.equal(packed.dequantize(), wanted)
     monkeypatch.setattr(library, "_refusals", ["wrong"])
-    assert not widening.widen_mxfp4(*packed.planes, torch.empty_like(wanted))
+    assert not calls.widen_mxfp4(*packed.planes, torch.empty_like(wanted))
     assert torch.equal(packed.dequantize(), wanted)
 
 
@@ -171,16 +171,16 @@ def test_products_that_widen_first_use_the_library(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(mxfp4, "_unpack_exactly", None)
     assert torch.equal(products.linear(x, packed), with_library)
     monkeypatch.undo()
-    monkeypatch.setattr(widening, "_function", lambda: None)
+    monkeypatch.setattr(calls, "portable", lambda *_: None)
     assert torch.equal(products.linear(x, packed), with_library)
 
 
 @needs_library
 def test_moedge_isa_none_leaves_the_code_for_every_processor() -> None:
     code = (
-        "import torch; from moedge.quant.native import library, widening;"
+        "import torch; from moedge.quant.native import calls, library;"
         "out = torch.empty(1, 32, dtype=torch.bfloat16); byte = lambda n, x: torch.full((1, n), x, dtype=torch.uint8);"
-        "assert widening.widen_mxfp4(byte(16, 0xf1), byte(1, 128), out);"
+        "assert calls.widen_mxfp4(byte(16, 0xf1), byte(1, 128), out);"
         "print(library.lack(), library.available(), out[0, :2].tolist())"
     )
     environment = os.environ | {"MOEDGE_ISA": "none"}

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from moedge.quant.matmul.thread_pool import torch_threads
-from moedge.runtime.engine.batch import Batch
-from moedge.runtime.engine.sequence import Sequence
+from moedge.runtime.engine.sequence import Batch, Sequence
 from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.model.runner import ModelRunner
 from moedge.runtime.plan.placement import Workload

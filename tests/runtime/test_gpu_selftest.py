@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from moedge.quant.kernels.gpu import Gpu
-from moedge.quant.kernels.launch import Launch
+from moedge.quant.kernels.operands import Gpu
+from moedge.quant.kernels.product import Launch
 from moedge.runtime.attention.selftest import DECODE, EXTEND, Heads, wrong_attention, wrong_store
 from moedge.runtime.attention.triton_backend import TritonAttention, store_by_kernel
 from moedge.runtime.kv.cache import KVCache
-from moedge.runtime.loading.gpu_selftest import KernelNeeds, usable_kernels, usual_needs
+from moedge.runtime.loading.selftest import KernelNeeds, usable_kernels, usual_needs
 from moedge.runtime.shape.model_shape import KVGroup
 
 HOST = torch.device("cpu")

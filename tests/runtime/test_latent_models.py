@@ -11,9 +11,8 @@ import torch
 
 from moedge.quant.kv.codec import decode, encode, rotation
 from moedge.quant.kv.format import VECTOR_FORMATS
-from moedge.runtime.attention.latent import LatentAttention
+from moedge.runtime.attention.latent import LatentAttention, TokenChooser
 from moedge.runtime.attention.protocol import AttentionCall, IndexQuery, LatentWeights
-from moedge.runtime.attention.sparse import TokenChooser
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.plan.placement import Workload

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from moedge.offload.machine.disk import measure_disk
 from moedge.offload.machine.hardware import find_hardware
 from moedge.offload.machine.profile import Disk, DiskRead, LoadingRates
+from moedge.offload.machine.speeds import measure_disk
 from moedge.runtime.calibration import machine_profile as measuring
 from moedge.runtime.calibration.pass_rates import faster
 

@@ -24,7 +24,7 @@ from moedge.runtime.sampling.sampler import Sampler
 from moedge.runtime.settings.budgets import MemoryBudget
 from moedge.runtime.settings.errors import SettingError
 from moedge.runtime.settings.settings import Settings
-from moedge.runtime.shape.states import RECURRENT
+from moedge.runtime.shape.read import RECURRENT
 from moedge.runtime.source.model_source import open_source
 from support.family_run import LENGTHS, NEW_TOKENS, prompts
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from moedge.runtime.loading import gpu_selftest as isolated
-from moedge.runtime.loading.gpu_selftest import KernelNeeds, run_apart
+from moedge.runtime.loading import selftest as isolated
+from moedge.runtime.loading.selftest import KernelNeeds, run_apart
 
 FAMILIES = ("attention", "cache", "experts")
 NEEDS = KernelNeeds("bf16", ((8, 4, 64, None), (2, 8, 128, 4096)), ((2880, 2880),))

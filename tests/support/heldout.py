@@ -8,9 +8,8 @@ from pathlib import Path
 
 import torch
 
-from moedge.runtime.engine.batch import pack
 from moedge.runtime.engine.engine import Engine
-from moedge.runtime.engine.sequence import Sequence
+from moedge.runtime.engine.sequence import Sequence, pack
 from moedge.runtime.sampling.params import SamplingParams
 from moedge.runtime.settings.errors import DoesNotFit
 

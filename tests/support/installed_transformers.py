@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from moedge.runtime.shape.families import SINCE
-from moedge.runtime.shape.multimodal import WRAPPERS
+from moedge.runtime.shape.families import SINCE, WRAPPERS
 
 # What the tables of this repository were generated from.
 NEWEST = max(SINCE.values(), key=Version)

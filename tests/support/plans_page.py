@@ -50,7 +50,7 @@ A test makes the page again and compares.
 | what | where it is from |
 |---|---|
 | memory, bandwidth, peak, clock, PCIe | data sheets (`offload/machine/presets.py`) |
-| instructions, launches, calls, bytes | counted in this code, without a GPU (`offload/machine/device_costs.py`) |
+| instructions, launches, calls, bytes | counted in this code, without a GPU (`offload/machine/presets.py`) |
 | microseconds of Python | measured on a Zen 5, times 1.5 |
 | what kernels reach of a data sheet | [measured on an H100](../../bench/results/gpu.md#on-an-h100), taken for all |
 | the disk (3 GB/s) and the processor that packs weights | round numbers |

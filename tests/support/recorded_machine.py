@@ -6,8 +6,8 @@ The machine has 8 GiB of GPU memory behind 22 GB/s, 32 GiB of RAM, and a disk of
 import json
 from pathlib import Path
 
-from moedge.offload.machine.device_costs import OVERHEADS
 from moedge.offload.machine.hardware import GpuInfo, Hardware
+from moedge.offload.machine.presets import OVERHEADS
 from moedge.offload.machine.profile import (
     Disk,
     DiskRead,

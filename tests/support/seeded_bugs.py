@@ -193,7 +193,7 @@ BUGS = _bugs(
     ),
     Bug(
         "columns of a Triton product",
-        "quant/kernels/grouped.py",
+        "quant/kernels/product.py",
         "    sums = tl.full((S.rows, S.outputs), 0.0, tl.float32)\n    for start in range(0, S.num_columns, S.depth):",
         "    sums = tl.full((S.rows, S.outputs), 0.0, tl.float32)\n"
         "    for start in range(0, S.num_columns // 64 * 64, S.depth):",

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from moedge.runtime.engine.batch import Batch
-from moedge.runtime.engine.sequence import Sequence
+from moedge.runtime.engine.sequence import Batch, Sequence
 from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.loading.prepare import precision, prepare
 from moedge.runtime.model.runner import ModelRunner

@@ -1,17 +1,30 @@
-"""Turns tensors into kernel launches: grids, compile-time sizes, warps. Imports Triton."""
+"""Turns tensors into kernel launches: grids, compile-time sizes, warps; and all launches of a job. Imports Triton."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 import triton
 
-from ....quant.kernels.launch import Launch, dot_type, padded
-from .operands import Features, Geometry, Heads, Pages, Side, StoreGeometry, Target, stride_unit
-from .paged import attend_pages, merge_splits
-from .storing import store_tokens
-from .tuning import MAX_SPLITS, Cut
+from ....quant.kernels.product import Launch, dot_type, padded
+from .operands import (
+    MAX_SPLITS,
+    Cut,
+    Features,
+    Geometry,
+    Heads,
+    Pages,
+    Side,
+    StoreGeometry,
+    Target,
+    decode_cut,
+    extend_cut,
+    has_dot,
+    stride_unit,
+)
+from .paged import attend_pages, merge_splits, store_tokens
 
 # Tokens that one program of `store_tokens` encodes.
 STORE_TOKENS = 16
@@ -92,3 +105,47 @@ def attend_launches(
 def _part_width(side: Side, head_dim: int) -> int:
     """The padded width of a part of a head: tl.dot sums over at least 16 elements."""
     return max(16, padded(head_dim // side.parts))
+
+
+class LayerSample(NamedTuple):
+    """The operands of a layer's kernels for one row: k and v [1, H, D] to store, q [1, Hq, D] in their basis.
+
+    `dtype` is the model's, which attention returns.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    cached: Cached
+    features: Features
+    dtype: torch.dtype
+
+
+def warm_up_launches(layers: Iterable[LayerSample], capability: tuple[int, int], tiled: bool) -> list[Launch]:
+    """A launch of every kernel of these layers: store, decode without and with splits, their merge, and extend.
+
+    Where `tiled`, extend replaces decode. Triton does not specialize kernels for anything else that changes in a job:
+    tokens, sequences, their lengths, the number of splits, strides. The launches store no token and read none, so that
+    they may run at any time between passes.
+    """
+    return [launch for layer in layers for launch in _launches(layer, capability, tiled)]
+
+
+def _launches(layer: LayerSample, capability: tuple[int, int], tiled: bool) -> list[Launch]:
+    q, device = layer.q, layer.q.device
+    group, wide = q.shape[1] // layer.cached.kv_heads, layer.dtype == torch.float32
+    # A token without a slot, and a tile without a position in the pass.
+    nowhere = torch.full((1,), -1, dtype=torch.int64, device=device)
+    nothing = torch.zeros(1, 5, dtype=torch.int32, device=device)
+    pages = Pages(nothing[:, :1], nothing)
+    out = torch.empty(q.shape, dtype=layer.dtype, device=device)
+    launches = [store_launch(layer.k, layer.v, layer.cached, nowhere)]
+    kinds = []
+    if not tiled:
+        decode = decode_cut(capability, q.shape[2], group, wide, layer.cached.kind)
+        kinds += [(decode, 1), (decode, 2)]
+    if has_dot(capability):
+        kinds.append((extend_cut(q.shape[2], group, wide, layer.cached.is_mixed), 1))
+    for cut, splits in kinds:
+        launches += attend_launches(q, out, layer.cached, pages, layer.features, cut, splits)
+    return launches

@@ -1,4 +1,4 @@
-"""All decoder layers of a pass of generated tokens in one call of the library, attention included."""
+"""Computes all decoder layers of a pass of generated tokens in one call of the library: these models' executor."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ....quant.matmul.matmul import ParallelMatmul
 from ....quant.matmul.steps import Step, Steps
-from ...attention.native_steps import AttentionSteps
+from ...attention.native_rows import AttentionSteps
 from ...attention.protocol import AttentionBackend
 from ...attention.torch_backend import TorchAttention
-from ...engine.batch import Batch
+from ...engine.sequence import Batch
+from ..runner import ModelRunner, SeamExecutor
 from .layer import FusedLayer, LayerSteps
 
 
@@ -89,3 +90,33 @@ class FusedDecoder:
             attended = (Step(attention.attend[index]), Step(attention.reduce[index], kind="reduce"))
             together += [*layer.before, *attended, *layer.behind]
         return _Composed(rotary, layers, Steps(together))
+
+
+class FusedExecutor:
+    """Passes of generated tokens by `decoder`, between the model's embedding and its head; others by the seams.
+
+    A self-test at load has shown that it gives the bits of the model's own forward.
+    """
+
+    def __init__(self, runner: ModelRunner, decoder: FusedDecoder, compute: ParallelMatmul) -> None:
+        """Raises AttributeError for a model without such modules."""
+        model = runner.model.get_decoder()
+        self.decoder = decoder
+        self._seams: SeamExecutor = runner.seams
+        self._compute = compute
+        self._embedding: nn.Module = runner.model.get_input_embeddings()
+        self._rotary: nn.Module = model.rotary_emb
+        self._norm: nn.Module = model.norm
+        self._head = runner.head
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Logits [R, V] of the batch's `logit_rows`."""
+        slots = self.decoder.begin(batch)
+        if slots is None:
+            return self._seams.forward(batch)
+        hidden: torch.Tensor = self._embedding(batch.token_ids)
+        with self._compute.small_steps(hidden.numel()):
+            cos, sin = self._rotary(hidden, batch.positions)
+            hidden = self._norm(self.decoder.forward(hidden, cos, sin, slots))
+            logits: torch.Tensor = self._head(hidden[:, batch.logit_rows])
+        return logits.squeeze(0)

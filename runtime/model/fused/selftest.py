@@ -16,16 +16,14 @@ from ....quant.matmul.tiled import MOST_ROWS
 from ....quant.native.library import available
 from ....quant.tensor import dtype_name
 from ...attention.protocol import AttentionCall
-from ...engine.batch import Batch, pack
+from ...engine.sequence import Batch, pack
 from ...engine.sequence import Sequence as TokenSequence
 from ...kv.cache import KVCache
 from ...plan.candidate import SELFTEST_ROWS
 from ...sampling.params import SamplingParams
 from ..runner import ModelRunner
-from .decoder import FusedDecoder
-from .executor import FusedExecutor
-from .layer import Buffers, FusedLayer
-from .structure import LayerParts, parts_of
+from .decoder import FusedDecoder, FusedExecutor
+from .layer import Buffers, FusedLayer, LayerParts, parts_of
 
 # Tokens stored before, and tokens of the pass, of the sequences of a self-test.
 _PASTS = ((0, 4), (100, 1), (611, 6), (5, 5))

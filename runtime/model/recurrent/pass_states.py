@@ -15,7 +15,7 @@ import torch
 from ....offload.machine.hardware import num_workers
 from ....quant.kernels.upload import upload
 from ....quant.matmul.thread_pool import WorkerPool
-from ...engine.batch import Batch, Chunk
+from ...engine.sequence import Batch, Chunk
 from ...kv.spec import CPU_STEP_NBYTES, GATHERED_NBYTES, SCAN_CHUNK, SCANNED_TOKENS, SHARED_STEP_NBYTES, STEP_NBYTES
 from ...kv.states import NO_SLOT, LayerStates, Slots, StatePool
 
@@ -107,7 +107,10 @@ class PassStates:
         # Sequences that step from the end of a prefix on: the step changes their own state.
         tables = (chunk.sequence.table for chunk in batch.chunks if not self._scanned(chunk))
         self._begun = [(table.origin, table.state) for table in tables if table.origin != NO_SLOT]
-        stepped = [[(chunk.sequence.table.state, row) for row in self._stepped(chunk)] for chunk in batch.chunks]
+        stepped = [
+            [(chunk.sequence.table.state, row) for row in range(chunk.begin + self._scanned(chunk), chunk.end)]
+            for chunk in batch.chunks
+        ]
         # The first token that each sequence steps over, then the second: a call has one token of a sequence.
         turns = (sorted(each for each in turn if each is not None) for turn in zip_longest(*stepped))
         self._turns = [_turn_of(turn, device) for turn in turns]
@@ -117,9 +120,6 @@ class PassStates:
         prompt = min(chunk.count, max(0, len(chunk.sequence.prompt_ids) - chunk.past))
         assert not (self.tiled and prompt and chunk.past % SCAN_CHUNK), "a prompt was cut inside a tile"
         return prompt if self.tiled or self.stepwise or chunk.count - prompt == 1 else chunk.count
-
-    def _stepped(self, chunk: Chunk) -> range:
-        return range(chunk.begin + self._scanned(chunk), chunk.end)
 
     def _together(self, states: LayerStates, count: int, shared: bool, device: torch.device) -> int:
         """Sequences whose next tokens one call computes, where `count` have one and threads may share the calls."""

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from moedge.apps.doctor import examination, host
-from moedge.offload.machine.disk import measure_disk
 from moedge.offload.machine.profile import Overheads, read_machine
+from moedge.offload.machine.speeds import measure_disk
 from moedge.runtime.calibration import machine_profile, pass_rates
 from moedge.runtime.calibration.machine_profile import saved_profile
-from moedge.runtime.plan.history import RunRecord, keep
+from moedge.runtime.plan.plan_file import RunRecord, keep
 
 MIB = 1 << 20
 

@@ -11,11 +11,11 @@ from moedge.apps.doctor.finding import Verdict
 from moedge.offload.device import find_device
 from moedge.quant.formats import bitsandbytes_kernels
 from moedge.quant.formats.format import QUANT_FORMATS
-from moedge.quant.kernels import gpu
-from moedge.quant.kernels.gpu import Gpu, Lacks
+from moedge.quant.kernels import operands
+from moedge.quant.kernels.operands import Gpu, Lacks
 from moedge.quant.matmul.matmul import ParallelMatmul
 from moedge.quant.native import library
-from moedge.runtime.loading import kernels_here
+from moedge.runtime.loading import selftest
 
 
 @pytest.mark.parametrize("name", QUANT_FORMATS)
@@ -72,7 +72,7 @@ def device(capability: tuple[int, int]) -> Any:
 
 
 def lacking(monkeypatch: pytest.MonkeyPatch, lacks: Lacks) -> None:
-    monkeypatch.setattr(kernels_here, "usable_kernels", lambda found, needs: Gpu(found.capability, 28, lacks))
+    monkeypatch.setattr(selftest, "usable_kernels", lambda found, needs: Gpu(found.capability, 28, lacks))
 
 
 def test_kernels_that_run_are_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ def test_an_old_gpu_and_fp16_on_one_without_bf16_are_said() -> None:
 
 
 def test_without_triton_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "find_spec", lambda name: None)
+    monkeypatch.setattr(operands, "find_spec", lambda name: None)
     (finding,) = kernels.check_kernels(device((8, 6)))
     assert (finding.verdict, finding.fix) == (Verdict.WARN, "pip install triton")
 

@@ -14,13 +14,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from moedge.quant.kernels import grouped
-from moedge.quant.kernels.launch import Launch
+from moedge.quant.kernels import product
+from moedge.quant.kernels.product import Launch
 from moedge.runtime.attention.kernels import paged as pages
 
 # The lines that load codes of weights, of keys and of values: PTX names the line of every load.
 CODE_LOADS = {
-    grouped: ("pairs = tl.load(codes", "weights = tl.load(codes"),
+    product: ("pairs = tl.load(codes", "weights = tl.load(codes"),
     pages: ("return tl.load(side.codes",),
 }
 _LOC = re.compile(r"\.loc\s+(\d+) (\d+)")

@@ -3,7 +3,7 @@
     PYTHONPATH=tests python -m matrix.compiling.instructions 89 90
 
 prints, as JSON, instructions of all threads in the hot loop (the longest one) over the elements that it decodes, for
-GPUs of these architectures. `offload/machine/device_costs.py` has the figures; needs no GPU.
+GPUs of these architectures. `offload/machine/presets.py` has the figures; needs no GPU.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from triton.runtime.driver import driver
 from matrix.compiling import facts
 from moedge.quant.formats.format import get_format
 from moedge.quant.kernels import operands, product
-from moedge.quant.kernels.launch import Launch
-from moedge.quant.kernels.operands import Gate
-from moedge.quant.kernels.tuning import TILE_ROWS
+from moedge.quant.kernels.operands import TILE_ROWS, Gate
+from moedge.quant.kernels.product import Launch
 from moedge.quant.tensor import PackedTensor, torch_dtype
-from moedge.runtime.attention.kernels.tuning import has_dot
+from moedge.runtime.attention.kernels.operands import has_dot
 from support.kernels import paged_cases
 
 # Gate and up of an expert of Qwen3-30B-A3B, and its heads.

@@ -19,8 +19,8 @@ from matrix.compiling import facts, rules, subjects, tritons
 
 # All that becomes code on the device, and what reads it.
 SOURCES = (
-    "quant/kernels/grouped.py", "runtime/attention/kernels/paged.py",
-    "runtime/attention/kernels/paged.py", "runtime/attention/kernels/paged.py", "runtime/attention/kernels/storing.py",
+    "quant/kernels/product.py", "runtime/attention/kernels/paged.py",
+    "runtime/attention/kernels/paged.py", "runtime/attention/kernels/paged.py", "runtime/attention/kernels/paged.py",
     "tests/matrix/compiling/facts.py",
 )  # fmt: skip
 

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from moedge.offload.checkpoint.json_object import gc_paused
+from moedge.offload.checkpoint.header import gc_paused
 
 
 def fail() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedge.offload.checkpoint.json_object import load_object
+from moedge.offload.checkpoint.header import load_object
 
 NAMES = st.text(':ab"\\{}', max_size=2)
 VALUES = st.recursive(

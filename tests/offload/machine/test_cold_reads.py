@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from moedge.offload.machine import disk as cold_reads
-from moedge.offload.machine.disk import large_files, measure_cold_reads
+from moedge.offload.machine import speeds as cold_reads
 from moedge.offload.machine.profile import Disk, DiskRead
+from moedge.offload.machine.speeds import large_files, measure_cold_reads
 
 MIB = 1 << 20
 WAY = DiskRead(MIB, 3, 1e9, True)

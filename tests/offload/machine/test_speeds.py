@@ -10,12 +10,17 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from moedge.offload.machine import disk
-from moedge.offload.machine import link as link_module
-from moedge.offload.machine.disk import measure_disk
-from moedge.offload.machine.link import FINEST_NBYTES, probe_pin_limit
+from moedge.offload.machine import speeds
+from moedge.offload.machine import speeds as link_module
 from moedge.offload.machine.profile import Disk, Link, PinLimit
-from moedge.offload.machine.timing import best_seconds, measure_memory, measure_rates
+from moedge.offload.machine.speeds import (
+    FINEST_NBYTES,
+    best_seconds,
+    measure_disk,
+    measure_memory,
+    measure_rates,
+    probe_pin_limit,
+)
 
 MIB = 1 << 20
 
@@ -32,28 +37,28 @@ def test_every_way_to_read_a_disk_is_tried_and_nothing_remains(tmp_path: Path) -
 
 
 def test_the_file_s_blocks_are_read_in_turns_and_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "ORDERS", (False,))
+    monkeypatch.setattr(speeds, "ORDERS", (False,))
     offsets: list[int] = []
 
     def preadv(descriptor: int, buffers: list[memoryview], offset: int) -> int:
         offsets.append(offset)
         return buffers[0].nbytes
 
-    monkeypatch.setattr(disk.os, "preadv", preadv)
+    monkeypatch.setattr(speeds.os, "preadv", preadv)
     found = measure_disk(tmp_path, 16 * MIB, 0.01, (MIB,), (3,))
     assert found is not None
     assert set(offsets) == set(range(0, 16 * MIB, MIB))
 
 
 def test_random_reads_jump_and_take_whole_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "ORDERS", (True,))
+    monkeypatch.setattr(speeds, "ORDERS", (True,))
     offsets: list[int] = []
 
     def preadv(descriptor: int, buffers: list[memoryview], offset: int) -> int:
         offsets.append(offset)
         return buffers[0].nbytes
 
-    monkeypatch.setattr(disk.os, "preadv", preadv)
+    monkeypatch.setattr(speeds.os, "preadv", preadv)
     found = measure_disk(tmp_path, 64 * MIB, 0.01, (MIB,), (1,))
     assert found is not None
     assert set(offsets) <= set(range(0, 64 * MIB, MIB))
@@ -66,7 +71,7 @@ class Usage(NamedTuple):
 
 
 def test_a_quarter_of_the_free_space_is_used_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda folder: Usage(50 * MIB))
+    monkeypatch.setattr(speeds.shutil, "disk_usage", lambda folder: Usage(50 * MIB))
     found = measure_disk(tmp_path, 12 * MIB, 0.001, (4 * MIB,), (1,))
     assert found is not None
     assert found.nbytes == 12 * MIB
@@ -83,7 +88,7 @@ def test_a_file_system_without_direct_reads_is_measured_and_named(
             raise OSError(22, "Invalid argument")
         return opened(path, flags, *rest, **named)
 
-    monkeypatch.setattr(disk.os, "open", refuse)
+    monkeypatch.setattr(speeds.os, "open", refuse)
     found = measure_disk(tmp_path, 4 * MIB, 0.001, (MIB,), (1,))
     assert isinstance(found, Disk)
     assert not found.direct
@@ -93,7 +98,7 @@ def test_an_error_while_reading_is_not_a_speed(tmp_path: Path, monkeypatch: pyte
     def broken(*_: Any) -> int:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(disk.os, "preadv", broken)
+    monkeypatch.setattr(speeds.os, "preadv", broken)
     with pytest.raises(OSError, match="Input/output"):
         measure_disk(tmp_path, 4 * MIB, 0.001, (MIB,), (2,))
     assert list(tmp_path.iterdir()) == []

@@ -422,7 +422,7 @@ def test_a_writer_refuses_a_store_that_is_used_or_written(folder: Path) -> None:
 
 def test_a_lock_dies_with_its_process(folder: Path) -> None:
     program = (
-        "import os, sys, time; from pathlib import Path; from moedge.offload.store.access import lock_to_write\n"
+        "import os, sys, time; from pathlib import Path; from moedge.offload.store.manifest import lock_to_write\n"
         "lock_to_write(Path(sys.argv[1])); print('locked', flush=True); time.sleep(600)"
     )
     holder = subprocess.Popen([sys.executable, "-c", program, str(folder)], stdout=subprocess.PIPE)

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from moedge.offload.device import Pinned, address_of, allocate
 from moedge.offload.errors import swallow_cuda_error
-from moedge.offload.page_locked import Pinned, address_of, allocate
 from moedge.offload.stream.cuda_lane import CudaLane
-from moedge.offload.stream.lane import ALIGNMENT, Ring, Shard, Slot
-from moedge.offload.stream.stream import ShardStream
+from moedge.offload.stream.stream import ALIGNMENT, Ring, Shard, ShardStream, Slot
 
 MIB = 1 << 20
 

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from moedge.offload.stream import reader_lane
-from moedge.offload.stream.lane import ALIGNMENT, Ring, Shard, ShardPart, Slot, StreamBroken
 from moedge.offload.stream.reader_lane import (
     DirectFile,
     HostBytes,
@@ -25,7 +24,7 @@ from moedge.offload.stream.reader_lane import (
     ThreadBuffer,
     UnalignedFile,
 )
-from moedge.offload.stream.stream import ShardStream
+from moedge.offload.stream.stream import ALIGNMENT, Ring, Shard, ShardPart, ShardStream, Slot, StreamBroken
 
 FILE = Path("weights")
 SIZES = [3 * ALIGNMENT, ALIGNMENT, 2 * ALIGNMENT - 100, 5 * ALIGNMENT, 17]

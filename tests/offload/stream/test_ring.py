@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedge.offload.stream.lane import ALIGNMENT, Ring, Slot
+from moedge.offload.stream.stream import ALIGNMENT, Ring, Slot
 
 PAGES = 12
 SIZES = st.integers(1, PAGES * ALIGNMENT)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from moedge.offload.stream.lane import ALIGNMENT
 from moedge.offload.stream.reader_lane import DirectFile, HostBytes
+from moedge.offload.stream.stream import ALIGNMENT
 
 CONTENT = random.Random(0).randbytes(5 * ALIGNMENT + 100)
 

@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from moedge.offload.page_locked import Pinned
-from moedge.offload.stream.cuda_lane import CudaLane
-from moedge.offload.stream.lane import ALIGNMENT, Ring, Shard, StreamBroken
-from moedge.offload.stream.staged_lane import StagedLane
-from moedge.offload.stream.stream import ShardStream
+from moedge.offload.device import Pinned
+from moedge.offload.stream.cuda_lane import CudaLane, StagedLane
+from moedge.offload.stream.stream import ALIGNMENT, Ring, Shard, ShardStream, StreamBroken
 
 
 class Tiers:

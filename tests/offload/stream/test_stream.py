@@ -4,8 +4,7 @@ from types import ModuleType
 
 import pytest
 
-from moedge.offload.stream.lane import ALIGNMENT, Ring, Shard, Slot, StreamBroken, SyncPoint
-from moedge.offload.stream.stream import ShardStream
+from moedge.offload.stream.stream import ALIGNMENT, Ring, Shard, ShardStream, Slot, StreamBroken, SyncPoint
 
 SOURCE = bytes(range(256)) * 4096
 

@@ -6,9 +6,8 @@ import threading
 
 import pytest
 
-from moedge.offload.stream.lane import ALIGNMENT, Ring, Shard, StreamBroken
 from moedge.offload.stream.reader_lane import ReaderLane
-from moedge.offload.stream.stream import ShardStream
+from moedge.offload.stream.stream import ALIGNMENT, Ring, Shard, ShardStream, StreamBroken
 from moedge.offload.stream.watchdog import Pace, Watchdog
 
 

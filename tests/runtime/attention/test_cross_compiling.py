@@ -37,19 +37,19 @@ def test_each_kernel_compiles_and_keeps_the_rules() -> None:
     ("path", "good", "bad", "words"),
     [
         (
-            "quant/kernels/grouped.py",
+            "quant/kernels/product.py",
             "others = tl.full((S.rows, S.outputs), 0.0, tl.float32)",
             "others = tl.zeros([S.rows, S.outputs], tl.float32)",
             "gate and up, bf16 nf4 1536x2048 silu 16 rows: does not compile",
         ),
         (
-            "quant/kernels/tuning.py",
+            "quant/kernels/operands.py",
             "16: Tiles(16, 64, 64, 8, 1)",
             "16: Tiles(16, 64, 64, 4, 3)",
             "cp.async of 4 bytes",
         ),
         (
-            "quant/kernels/grouped.py",
+            "quant/kernels/product.py",
             "tl.load(stack.shifts + matrix) * STEP",
             "tl.load(stack.shifts + matrix) * STEP + tl.program_id(0) // 65536",
             "codes are loaded",

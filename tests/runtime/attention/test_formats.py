@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moedge.quant.kv.format import KV_FORMATS
-from moedge.runtime.attention import decode
+from moedge.runtime.attention import torch_backend
 from support.kernels.attention_setup import FEATURES, LENGTHS, Setup, worst
 
 # (query heads, KV heads, head size): every head size and group size that models have, each once.
@@ -71,9 +71,9 @@ def test_tokens_that_are_gathered_one_by_one(
     name: str, kv_format: str, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With scratch for one sequence at a time the result is the same."""
-    monkeypatch.setattr(decode, "GATHERED_NUMEL", 0)
-    runs, run = [], decode.DecodeRuns._run
-    monkeypatch.setattr(decode.DecodeRuns, "_run", lambda *given: (runs.append(len(given[3])), run(*given))[1])
+    monkeypatch.setattr(torch_backend, "GATHERED_NUMEL", 0)
+    runs, run = [], torch_backend.DecodeRuns._run
+    monkeypatch.setattr(torch_backend.DecodeRuns, "_run", lambda *given: (runs.append(len(given[3])), run(*given))[1])
     setup = Setup((8, 2, 64), kv_format, False, name, block)
     assert worst(setup.run(1), setup.wanted()) < 2e-6
     assert set(runs) == {1}

@@ -5,8 +5,7 @@ import torch
 
 from moedge.runtime.attention.latent import LatentAttention
 from moedge.runtime.attention.protocol import AttentionCall, LatentWeights
-from moedge.runtime.engine.batch import pack
-from moedge.runtime.engine.sequence import Sequence
+from moedge.runtime.engine.sequence import Sequence, pack
 from moedge.runtime.kv.cache import KVCache
 from moedge.runtime.kv.pool import KVPool
 from moedge.runtime.kv.spec import KVSpec

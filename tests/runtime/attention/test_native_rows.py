@@ -14,8 +14,7 @@ from moedge.quant.native import library
 from moedge.quant.native.build import SETS
 from moedge.runtime.attention.native_rows import RowAttention, RowPlan, RowQuery, Stored
 from moedge.runtime.attention.protocol import AttentionCall
-from moedge.runtime.engine.batch import pack
-from moedge.runtime.engine.sequence import Sequence
+from moedge.runtime.engine.sequence import Sequence, pack
 from moedge.runtime.kv.cache import KVCache
 from moedge.runtime.kv.pool import KVPool
 from moedge.runtime.kv.spec import KVSpec

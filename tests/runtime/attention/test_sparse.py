@@ -5,12 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moedge.runtime.attention import sparse
+from moedge.runtime.attention import latent
+from moedge.runtime.attention.latent import TokenChooser
 from moedge.runtime.attention.pass_pages import PassSlots
 from moedge.runtime.attention.protocol import IndexQuery
-from moedge.runtime.attention.sparse import TokenChooser
-from moedge.runtime.engine.batch import Batch, pack
-from moedge.runtime.engine.sequence import Sequence
+from moedge.runtime.engine.sequence import Batch, Sequence, pack
 from moedge.runtime.kv.cache import KVCache
 from moedge.runtime.kv.pool import KVPool
 from moedge.runtime.kv.spec import KVSpec
@@ -63,11 +62,11 @@ def chosen_sets(positions: torch.Tensor, first: int) -> list[set[int]]:
 
 
 @pytest.mark.parametrize("kv", ["fp32", "int8"])
-@pytest.mark.parametrize("products", [sparse.SCORED_NUMEL, 1])
+@pytest.mark.parametrize("products", [latent.SCORED_NUMEL, 1])
 def test_rows_choose_the_tokens_with_the_highest_scores(
     kv: str, products: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sparse, "SCORED_NUMEL", products)
+    monkeypatch.setattr(latent, "SCORED_NUMEL", products)
     chooser, batch, index, kept = a_pass(kv)
     for chunk, (past, count), keys in zip(batch.chunks, CHUNKS, kept, strict=True):
         found = chosen_sets(chooser.choose(index, chunk, range(past, past + count), past + count), past)

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from moedge.quant.kernels.gpu import Gpu
-from moedge.quant.kernels.launch import Launch
+from moedge.quant.kernels.operands import Gpu
+from moedge.quant.kernels.product import Launch
 from moedge.quant.kv.format import KV_FORMATS
 from moedge.runtime.attention import pass_pages
-from moedge.runtime.attention.fresh import FreshAttention, find_varlen, read_back
 from moedge.runtime.attention.pass_pages import Fresh
 from moedge.runtime.attention.protocol import AttentionCall
-from moedge.runtime.attention.triton_backend import TritonAttention
+from moedge.runtime.attention.triton_backend import FreshAttention, TritonAttention, find_varlen, read_back
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.kv.allocator import NO_BLOCK
 from support.kernels.attention_setup import AMPERE, TURING, Setup, TritonSetup, worst

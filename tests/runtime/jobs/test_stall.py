@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from moedge.offload.errors import ExitCode
-from moedge.offload.stream.lane import StreamBroken
+from moedge.offload.stream.stream import StreamBroken
 from moedge.runtime.jobs.stop import StallGuard
 from moedge.runtime.settings.errors import Stalled
 

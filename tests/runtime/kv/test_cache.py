@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from moedge.quant.kv.format import KV_FORMATS
-from moedge.runtime.kv.allocator import BlockAllocator, TokenSource, root_hash
+from moedge.runtime.kv.allocator import BlockAllocator, BlockTable, TokenSource, root_hash
 from moedge.runtime.kv.cache import KVCache
 from moedge.runtime.kv.pool import KVPool
 from moedge.runtime.kv.spec import KVSpec
-from moedge.runtime.kv.usage import BlockTable
 from moedge.runtime.shape.model_shape import KVGroup
 
 GROUPS = (KVGroup((0, 2), 2, 8, None), KVGroup((1,), 2, 8, 16))

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from moedge.quant.kv.format import KV_FORMATS
+from moedge.runtime.kv.allocator import BlockTable
 from moedge.runtime.kv.cache import KVCache
 from moedge.runtime.kv.pool import KVPool
 from moedge.runtime.kv.spec import KVSpec, StateSpec
 from moedge.runtime.kv.states import NO_SLOT, StatePool
-from moedge.runtime.kv.usage import BlockTable
 from moedge.runtime.plan.candidate import CacheSize, Candidate, WeightFootprint
 from moedge.runtime.plan.memory_ledger import KV_CACHE, STATES, MemoryLedger
 from moedge.runtime.plan.placement import Workload

@@ -11,15 +11,13 @@ import torch
 
 from moedge.quant.matmul.matmul import GEMV_MAX_ROWS
 from moedge.quant.native import library
-from moedge.runtime.engine.batch import Batch
-from moedge.runtime.engine.sequence import Sequence
+from moedge.runtime.engine.sequence import Batch, Sequence
 from moedge.runtime.loading import engine_loader
 from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine
-from moedge.runtime.model.executor import SeamExecutor
 from moedge.runtime.model.fused import selftest
-from moedge.runtime.model.fused.executor import FusedExecutor
+from moedge.runtime.model.fused.decoder import FusedExecutor
 from moedge.runtime.model.fused.layer import buffers_nbytes
-from moedge.runtime.model.runner import ModelRunner
+from moedge.runtime.model.runner import ModelRunner, SeamExecutor
 from moedge.runtime.plan.memory_ledger import FUSED
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan

@@ -7,14 +7,12 @@ import torch
 from transformers.models.granitemoehybrid import modeling_granitemoehybrid as mamba2_module
 from transformers.models.qwen3_next import modeling_qwen3_next as delta_module
 
-from moedge.runtime.engine.batch import Batch, pack
-from moedge.runtime.engine.sequence import Sequence
+from moedge.runtime.engine.sequence import Batch, Sequence, pack
 from moedge.runtime.kv.spec import StateSpec
 from moedge.runtime.kv.states import StatePool
 from moedge.runtime.model.recurrent import pass_states
-from moedge.runtime.model.recurrent.gated_delta import gated_delta_rule
-from moedge.runtime.model.recurrent.mamba2 import chunk_scan
 from moedge.runtime.model.recurrent.pass_states import PassStates
+from moedge.runtime.model.recurrent.seam import chunk_scan, gated_delta_rule
 from moedge.runtime.sampling.params import SamplingParams
 from moedge.runtime.shape.model_shape import StateGroup
 

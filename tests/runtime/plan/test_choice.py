@@ -9,9 +9,9 @@ from moedge.quant.native import library
 from moedge.runtime.plan.cost_model import CostModel
 from moedge.runtime.plan.loading_cost import LoadingSpeeds, Prepared, loading_cost, store_nbytes
 from moedge.runtime.plan.placement import Workload
+from moedge.runtime.plan.plan_file import suggestions
 from moedge.runtime.plan.planner import PlanRequest, solve
 from moedge.runtime.plan.rates import Rates
-from moedge.runtime.plan.what_if import suggestions
 from moedge.runtime.settings.budgets import MemoryBudget
 from moedge.runtime.settings.errors import DoesNotFit, SettingError
 from moedge.runtime.settings.formatting import loss_line

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moedge.offload.machine import device_costs
+from moedge.offload.machine import presets
 from moedge.quant.matmul.matmul import Matmul, Workspace
 from moedge.quant.scratch import scratch_nbytes
 from moedge.quant.tensor import pack
@@ -45,23 +45,23 @@ class Counted(TorchDispatchMode):
 
 def test_a_tile_of_the_sampler_starts_as_many_kernels() -> None:
     sampler, vocab = Sampler(), 32000
-    rows = device_costs.SAMPLER_LOGITS // vocab
-    assert sampler.scratch_nbytes // BYTES_PER_LOGIT == device_costs.SAMPLER_LOGITS
+    rows = presets.SAMPLER_LOGITS // vocab
+    assert sampler.scratch_nbytes // BYTES_PER_LOGIT == presets.SAMPLER_LOGITS
     draw = Draw(SamplingParams(16, temperature=0.6, top_p=0.95, top_k=20), 0, 3)
     found = []
     for tiles in (1, 2):
         with torch.inference_mode(), Counted() as counted:
             sampler.sample(torch.randn(tiles * rows, vocab).bfloat16(), [draw] * tiles * rows)
         found.append(counted.launches)
-    assert found[1] - found[0] == pytest.approx(device_costs.SAMPLER_LAUNCHES, abs=2)
-    assert device_costs.sampling_s(2 * rows, vocab) == 2 * device_costs.SAMPLER_LAUNCHES * device_costs.LAUNCH_S
+    assert found[1] - found[0] == pytest.approx(presets.SAMPLER_LAUNCHES, abs=2)
+    assert presets.sampling_s(2 * rows, vocab) == 2 * presets.SAMPLER_LAUNCHES * presets.LAUNCH_S
 
 
 def test_a_layer_starts_as_many_kernels() -> None:
     counts = json.loads((Path(__file__).parents[2] / "device" / "host_cost.json").read_text())["figures"]
-    assert counts["all"]["prompts"]["layer"][2] == device_costs.LAYER_LAUNCHES
+    assert counts["all"]["prompts"]["layer"][2] == presets.LAYER_LAUNCHES
     torch_s = counts["held, no kernels"]["decode"]["layer"][2] / counts["held"]["decode"]["layer"][2]
-    assert torch_s == pytest.approx(device_costs.TORCH_ATTENTION, abs=0.05)
+    assert torch_s == pytest.approx(presets.TORCH_ATTENTION, abs=0.05)
 
 
 @pytest.mark.parametrize("quant", ["none", "int8", "int4"])
@@ -75,4 +75,4 @@ def test_torch_moves_as_many_bytes_for_a_weight(quant: str) -> None:
         with torch.inference_mode(), Counted() as counted:
             multiply._multiply_strips(x, packed, x.new_empty(4, shape[0]))
         numel, nbytes = numel + shape[0] * shape[1], nbytes + counted.nbytes
-    assert nbytes / numel == pytest.approx(device_costs.DENSE_NBYTES[quant], rel=0.05)
+    assert nbytes / numel == pytest.approx(presets.DENSE_NBYTES[quant], rel=0.05)

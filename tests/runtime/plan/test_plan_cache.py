@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moedge.runtime.kv.group import GroupCache
+from moedge.runtime.kv.allocator import GroupCache
 from moedge.runtime.kv.spec import KVSpec
 from moedge.runtime.plan.candidate import CacheSize, choose_block, largest
 from moedge.runtime.plan.placement import Plan, Workload

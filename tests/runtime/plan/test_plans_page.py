@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from moedge.offload.machine.presets import PRESETS
+from moedge.runtime.plan.plan_file import by_budget
 from moedge.runtime.plan.planner import solve
-from moedge.runtime.plan.what_if import by_budget
 from moedge.runtime.settings.settings import Settings
 from support.plans_page import CARDS, GIB, GOLDEN, HEAD, MODELS, PAGE, RAM, SHOWN, choice, kept, question, row
 

@@ -18,9 +18,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moedge.offload.checkpoint.checkpoint import Checkpoint
 from moedge.quant.matmul.matmul import ParallelMatmul, Workspace
-from moedge.runtime.model.assembly import LayerAssembly
 from moedge.runtime.model.defaults import rebuild
-from moedge.runtime.model.definition import define, stock_tensor_shapes
+from moedge.runtime.model.definition import LayerAssembly, define, stock_tensor_shapes
 from moedge.runtime.plan.cost_model import CostModel
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import PlanRequest, solve
@@ -29,14 +28,12 @@ from moedge.runtime.settings import errors
 from moedge.runtime.settings.budgets import MemoryBudget
 from moedge.runtime.settings.errors import OldTransformers, UnsupportedModel
 from moedge.runtime.shape import families
-from moedge.runtime.shape.checkpoint_shape import read_shape
 from moedge.runtime.shape.config import ModelConfig
 from moedge.runtime.shape.families import INDEXED, MOE, SINCE, SUPPORTED
 from moedge.runtime.shape.formula import is_worked_out, shape_of_config
 from moedge.runtime.shape.model_shape import KVGroup, ModelShape, shape_from_json, shape_to_json
-from moedge.runtime.shape.read import model_shape
+from moedge.runtime.shape.read import is_convolution, model_shape, read_shape
 from moedge.runtime.shape.shards import all_formats, checkpoint_nbytes, model_shards
-from moedge.runtime.shape.states import is_convolution
 from moedge.runtime.source.headers import read_headers
 from support.installed_transformers import NEWEST, installed, needs_transformers
 from support.known_shapes import CONFIGS

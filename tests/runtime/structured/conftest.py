@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from moedge.runtime.engine.batch import Batch
 from moedge.runtime.engine.engine import Engine
 from moedge.runtime.engine.scheduler import PassLimits, Scheduler
+from moedge.runtime.engine.sequence import Batch
 from moedge.runtime.kv.cache import KVCache
 from moedge.runtime.kv.pool import KVPool
 from moedge.runtime.kv.spec import KVSpec

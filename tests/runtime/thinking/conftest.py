@@ -12,9 +12,9 @@ import torch
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from moedge.runtime.engine.batch import Batch
 from moedge.runtime.engine.engine import Engine
 from moedge.runtime.engine.scheduler import PassLimits, Scheduler
+from moedge.runtime.engine.sequence import Batch
 from moedge.runtime.jobs.encode import RowEncoder
 from moedge.runtime.jobs.journal.record import CutChoice, Done
 from moedge.runtime.jobs.run import RowRunner

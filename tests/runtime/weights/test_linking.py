@@ -13,7 +13,7 @@ from moedge.offload.errors import BadCheckpoint, BadStore
 from moedge.offload.store.manifest import MANIFEST, canonical, read_manifest
 from moedge.offload.store.shard_file import ShardExtent
 from moedge.offload.store.store import Store
-from moedge.offload.stream.lane import StreamBroken
+from moedge.offload.stream.stream import StreamBroken
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.loading.prepare import FinishedStore, prepare, prepare_linked, store_for, store_path

@@ -14,14 +14,14 @@ import torch
 
 from moedge.offload.errors import BadStore
 from moedge.offload.store.manifest import MANIFEST, read_manifest
-from moedge.offload.stream.lane import ShardKey
+from moedge.offload.stream.stream import ShardKey
 from moedge.quant.formats.format import INT4PACK, ROWS, Layout
 from moedge.quant.matmul.matmul import kernel_order
 from moedge.quant.tensor import PackedTensor
 from moedge.runtime.loading import prepare as module
 from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.loading.prepare import prepare, prepare_linked, store_path
-from moedge.runtime.model.assembly import LayerAssembly
+from moedge.runtime.model.definition import LayerAssembly
 from moedge.runtime.model.loading import CheckpointLoader
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from moedge.offload.stream.lane import DENSE, ShardKey
+from moedge.offload.stream.stream import DENSE, ShardKey
 from moedge.runtime.plan.placement import Placement
 from moedge.runtime.shape.shards import LayerShards, ModelShards, ShardLayout
 from moedge.runtime.weights.memory import WeightMemory

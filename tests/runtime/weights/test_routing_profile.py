@@ -20,8 +20,8 @@ from moedge.runtime.sampling.params import SamplingParams
 from moedge.runtime.settings.budgets import Budgets, MemoryBudget
 from moedge.runtime.settings.settings import Settings
 from moedge.runtime.source.model_source import open_source
-from moedge.runtime.weights import routing_profile
-from moedge.runtime.weights.routing_profile import FILE, Profile, kept, merge, profile_shapes
+from moedge.runtime.weights import streaming
+from moedge.runtime.weights.streaming import FILE, Profile, kept, merge, profile_shapes
 
 SHAPES = profile_shapes([0, 4, 4])
 
@@ -47,7 +47,7 @@ def test_jobs_that_end_together_are_all_counted(tmp_path: Path) -> None:
 
 
 def test_old_jobs_fade(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routing_profile, "MAX_TOKENS", 100.0)
+    monkeypatch.setattr(streaming, "MAX_TOKENS", 100.0)
     for _ in range(5):
         merge(tmp_path, seen(80.0))
     tokens = float(kept(tmp_path, SHAPES)["layers.1.tokens"])

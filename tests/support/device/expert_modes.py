@@ -10,8 +10,8 @@ from itertools import product
 from typing import Any
 from unittest.mock import patch
 
-from moedge.moe import policy
-from moedge.moe.streaming_mode import ExpertOptions, Mode
+from moedge.moe import expert_cache
+from moedge.moe.streaming_order import ExpertOptions, Mode
 
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "granitemoe", "olmoe", "llama4_text")
 TIERS = ("disk-host", "host-device", "disk-host-device")
@@ -41,7 +41,7 @@ class Way:
 
 def restless() -> Any:
     """Within it every expert that arrives takes a slot, as long as one is left in the pass."""
-    return patch.multiple(policy, _MARGIN=-2.0, _SWAP_FRACTION=1.0)
+    return patch.multiple(expert_cache, _MARGIN=-2.0, _SWAP_FRACTION=1.0)
 
 
 def ways() -> Iterator[Way]:

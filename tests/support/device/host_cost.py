@@ -18,11 +18,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from moedge.moe.streaming_mode import RouterLatency, Waits
+from moedge.moe.streaming_order import RouterLatency, Waits
 from moedge.offload.stream.stream import ShardStream
 from moedge.quant.formats import lookup, nf4
-from moedge.quant.kernels.launch import Launch
-from moedge.runtime.attention.fresh import FreshAttention
+from moedge.quant.kernels.product import Launch
+from moedge.runtime.attention.triton_backend import FreshAttention
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.model.experts_seam import PackedExperts

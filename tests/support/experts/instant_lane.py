@@ -5,8 +5,7 @@ from typing import Any
 import torch
 
 from moedge.moe.streaming_order import ExpertFetchQueue
-from moedge.offload.stream.lane import ALIGNMENT, Ring, Shard, ShardKey, Slot, SyncPoint
-from moedge.offload.stream.stream import ShardStream
+from moedge.offload.stream.stream import ALIGNMENT, Ring, Shard, ShardKey, ShardStream, Slot, SyncPoint
 
 
 class Copied:

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from moedge.offload.stream.lane import ShardKey
+from moedge.offload.stream.stream import ShardKey
 
 
 class HoldPolicy(Protocol):
-    """What moedge.moe.policy.Popular is."""
+    """What moedge.moe.expert_cache.Popular is."""
 
     def begin_pass(self) -> None: ...
 

@@ -4,13 +4,12 @@ from typing import Any
 
 import torch
 
-from moedge.quant.kernels.gpu import Gpu
+from moedge.quant.kernels.operands import Gpu
 from moedge.quant.kv.codec import Coded
 from moedge.runtime.attention.protocol import AttentionCall
 from moedge.runtime.attention.torch_backend import TorchAttention
 from moedge.runtime.attention.triton_backend import TritonAttention
-from moedge.runtime.engine.batch import pack
-from moedge.runtime.engine.sequence import Sequence
+from moedge.runtime.engine.sequence import Sequence, pack
 from moedge.runtime.kv.cache import KVCache
 from moedge.runtime.kv.pool import KVPool
 from moedge.runtime.kv.spec import KVSpec

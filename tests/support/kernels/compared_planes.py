@@ -13,8 +13,7 @@ from moedge.quant.formats import mxfp4
 from moedge.quant.formats.format import INT4PACK, ROWS, TILES, get_format
 from moedge.quant.kv.codec import KeyTransform, decode, encode
 from moedge.quant.kv.format import VECTOR_FORMATS
-from moedge.quant.native import tiles as native_tiles
-from moedge.quant.native import widening
+from moedge.quant.native import calls
 from moedge.quant.planes import from_planes
 from moedge.quant.tensor import pack
 
@@ -73,13 +72,13 @@ def compare_widening(case: Packed) -> float:
     )
     found, wanted = (torch.full(case.shape, 7.0).bfloat16() for _ in range(2))
     if case.order == TILES:
-        assert native_tiles.widen(packed.layout.codes, packed.planes, found)
-        with mock.patch.object(native_tiles, "widen", return_value=False):
+        assert calls.widen_tiles(packed.layout.codes, packed.planes, found)
+        with mock.patch.object(calls, "widen_tiles", return_value=False):
             packed.dequantize(wanted)
     else:
-        assert widening.widen_mxfp4(*packed.planes, found)
+        assert calls.widen_mxfp4(*packed.planes, found)
         exact = torch.empty(case.shape)
-        with mock.patch.object(widening, "widen_mxfp4", return_value=False):
+        with mock.patch.object(calls, "widen_mxfp4", return_value=False):
             mxfp4.unpack(packed.planes, exact, torch.empty(0))
         wanted.copy_(exact)
     return 0 if torch.equal(found, wanted) else float("inf")

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from moedge.quant.formats.format import ROWS, get_format
-from moedge.quant.kernels.launch import Launch
 from moedge.quant.kernels.operands import ACTIVATIONS, Gate
-from moedge.quant.kernels.product import GroupedProduct
+from moedge.quant.kernels.product import GroupedProduct, Launch
 from moedge.quant.planes import fill, planes_of
 from moedge.quant.tensor import PackedTensor, dtype_name, pack_into
 from support.random_planes import defined, random_planes

@@ -8,8 +8,7 @@ from moedge.quant.matmul.thread_pool import WorkerPool
 from moedge.runtime.attention.native_rows import RowAttention, RowQuery
 from moedge.runtime.attention.protocol import AttentionCall
 from moedge.runtime.attention.torch_backend import stored
-from moedge.runtime.engine.batch import pack
-from moedge.runtime.engine.sequence import Sequence
+from moedge.runtime.engine.sequence import Sequence, pack
 from moedge.runtime.kv.cache import KVCache
 from moedge.runtime.kv.pool import KVPool
 from moedge.runtime.kv.spec import KVSpec

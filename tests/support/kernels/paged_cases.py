@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 
-from moedge.quant.kernels.launch import Launch
+from moedge.quant.kernels.product import Launch
 from moedge.quant.kv.codec import encode
 from moedge.quant.kv.format import VECTOR_FORMATS
 from moedge.runtime.attention.kernels.launch import Cached, attend_launches, store_launch
-from moedge.runtime.attention.kernels.operands import Features, Pages, Side
-from moedge.runtime.attention.kernels.tuning import Cut, decode_cut, extend_cut
+from moedge.runtime.attention.kernels.operands import Cut, Features, Pages, Side, decode_cut, extend_cut
 
 # (past, count) of sequences: nothing, one, around a block of 16 or 32, several blocks; decode takes count 1.
 DECODE = ((0, 0), (0, 1), (15, 1), (32, 1), (100, 1))

@@ -1,8 +1,6 @@
 """The cache with one rule left out: the state machine must catch each of these, or it proves nothing."""
 
-from moedge.runtime.kv.allocator import BlockAllocator, TokenSource
-from moedge.runtime.kv.group import GroupCache
-from moedge.runtime.kv.usage import BlockTable
+from moedge.runtime.kv.allocator import BlockAllocator, BlockTable, GroupCache, TokenSource
 from support.kv.cache_machine import BLOCK, CacheMachine
 
 

@@ -13,11 +13,10 @@ import torch
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from moedge.quant.formats.format import Plane
-from moedge.runtime.kv.allocator import NO_BLOCK, BlockAllocator, root_hash
+from moedge.runtime.kv.allocator import NO_BLOCK, BlockAllocator, BlockTable, root_hash
 from moedge.runtime.kv.cache import KVCache
 from moedge.runtime.kv.pool import BlockMemory
 from moedge.runtime.kv.spec import KVSpec
-from moedge.runtime.kv.usage import BlockTable
 from moedge.runtime.shape.model_shape import KVGroup
 
 BLOCK = 4

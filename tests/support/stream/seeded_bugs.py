@@ -7,11 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from moedge.offload.stream.cuda_lane import CudaLane, Event
-from moedge.offload.stream.lane import Ring, Shard, ShardPart, Slot, SyncPoint
+from moedge.offload.stream.cuda_lane import CudaLane, Event, Relay, StagedLane
 from moedge.offload.stream.reader_lane import Fetch
-from moedge.offload.stream.staged_lane import Relay, StagedLane
-from moedge.offload.stream.stream import Arrival, ShardStream
+from moedge.offload.stream.stream import Arrival, Ring, Shard, ShardPart, ShardStream, Slot, SyncPoint
 from support.stream.simulator import Deadlock, Parts, Race, Readers, run
 
 

@@ -16,12 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moedge.offload.page_locked import Pinned
-from moedge.offload.stream.cuda_lane import CudaLane
-from moedge.offload.stream.lane import ALIGNMENT, Ring, Shard, StreamBroken
+from moedge.offload.device import Pinned
+from moedge.offload.stream.cuda_lane import CudaLane, StagedLane
 from moedge.offload.stream.reader_lane import Fetch, ReaderLane
-from moedge.offload.stream.staged_lane import StagedLane
-from moedge.offload.stream.stream import Arrival, ShardStream
+from moedge.offload.stream.stream import ALIGNMENT, Arrival, Ring, Shard, ShardStream, StreamBroken
 
 BIASES = (0.02, 0.2, 0.5, 0.8, 0.98)
 FILE = Path("weights")
