@@ -16,8 +16,8 @@ from support.real.text import FEW, FRANCE, same_answers
 pytestmark = pytest.mark.real
 # How many of 40 answers may begin otherwise than the definition's, beside those that bf16 itself changes.
 SPARE = {"native": 2, "int8": 6, "int8/int4": 14, "int4": 20}
-# Of 160 answers off the grid: mxfp4, which at a perplexity of 63 says nothing, has 94 where its definition in bf16 has 104,
-# though its log-probabilities are nearer to the definition's (0.075, in bf16 0.077). All others are within SPARE.
+# Of 160 answers off the grid: mxfp4, of perplexity 63, has 94 where its definition in bf16 has 104,
+# though its log-probabilities are nearer (0.075, in bf16 0.077). All others are within SPARE.
 CHANCE = 2
 
 # Every format in bf16, and two in float32.
