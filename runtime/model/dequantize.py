@@ -299,7 +299,7 @@ def read_codes(checkpoint: Checkpoint, weight: QuantizedWeight, expert: int | No
                 f"{described(weight.tensors['order'])} has {int(order.min())} to {int(order.max())}, wanted groups "
                 f"from 0 to {scale.shape[1] - 1}"
             )
-        if torch.equal(order, torch.arange(columns) // (weight.group[1] or columns)):
+        if torch.equal(order.long(), torch.arange(columns) // (weight.group[1] or columns)):
             # Runs of columns, as most files say that have an order at all.
             order = None
     return Codes(
@@ -505,8 +505,7 @@ def _row_planes(layout: Layout) -> Iterator[tuple[Plane, int]]:
 
 def _kept_rows(codes: Codes, weight: QuantizedWeight) -> Tensor:
     # Codes are kept where groups are runs of columns; headers do not show it.
-    order = codes.columns
-    if order is not None and not torch.equal(order, torch.arange(codes.shape[1]) // weight.group[1]):
+    if codes.columns is not None:
         raise BadCheckpoint(
             f"{described(weight.tensors['order'])} orders the inputs, and config.json says nothing of desc_act; "
             "correct it there"
