@@ -87,11 +87,14 @@ CALLS = ("open", "pwrite", "fsync", "replace")
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EMFILE, errno.EIO, errno.EROFS])
-@pytest.mark.parametrize("call", CALLS)
-def test_j6_a_batch_that_finds_no_room_leaves_no_ghost(call: str, number: int, tmp_path: Path, full: Any) -> None:
+@pytest.mark.parametrize(("call", "first"), [*((call, 1) for call in CALLS), ("fsync", 2)])
+def test_j6_a_batch_that_finds_no_room_leaves_no_ghost(
+    call: str, first: int, number: int, tmp_path: Path, full: Any
+) -> None:
+    """Also where the record has its name already, and only the folder could not be synchronized."""
     server = Server(tmp_path, Limits())
     file_id = (server.upload(b"{}\n")).body["id"]
-    full(call, 1, number)
+    full(call, first, number)
     answer = server.ask("POST", "/v1/batches", body={**BATCH, "input_file_id": file_id})
     assert answer.status == 507
     assert answer.body["error"]["code"] == "insufficient_storage"
@@ -115,6 +118,7 @@ def test_j6_an_upload_that_finds_no_room_leaves_nothing(call: str, number: int, 
             break
         assert answer.status == 507
         assert server.files.list(None) == []
+        assert [path.name for path in (tmp_path / "files").iterdir() if path.suffix == ".json"] == []
     assert answer.status == 200
     assert server.files.get(answer.body["id"]).bytes == 100_000
     assert [path for path in (tmp_path / "files").iterdir() if path.suffix == ".tmp"] == []
