@@ -256,6 +256,9 @@ class BatchQueue:
         except (*_FATAL, ApiError):
             raise
         except MoedgeError as error:
+            if (cause := error.__context__) is not None and is_exhausted(cause):
+                # Refused for the system's sake, such as a job's folder on a disk that is read-only now.
+                raise cause from error
             self._fail(batch, "invalid_input", str(error))
         except Exception as error:
             if self._engine.broken or is_exhausted(error):
