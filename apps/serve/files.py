@@ -12,7 +12,8 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from hashlib import blake2b
 from pathlib import Path
@@ -199,10 +200,20 @@ class FileStore:
             self._files.pop(file_id, None)
 
     def _add(self, file: StoredFile) -> StoredFile:
-        write_atomically(self._folder / f"{file.id}.json", json.dumps(asdict(file)).encode())
+        write_new(self._folder / f"{file.id}.json", asdict(file))
         with self._lock:
             self._files[file.id] = file
         return file
+
+
+def write_new(path: Path, record: Mapping[str, Any]) -> None:
+    """Writes the record of something new. Where that fails at last, a later server does not find it after all."""
+    try:
+        write_atomically(path, json.dumps(record).encode())
+    except BaseException:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+        raise
 
 
 def _now() -> int:
