@@ -16,8 +16,8 @@ import typer
 from ..offload.errors import ExitCode, exit_code_of
 from ..offload.memory import refused_library, return_memory
 from ..runtime.settings.applications import application
+from ..runtime.settings.computing import settle
 from ..runtime.settings.formatting import escape_controls
-from ..runtime.settings.process import settle
 from .batch import batch, demo
 from .bench import bench
 from .check import check

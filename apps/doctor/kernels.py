@@ -18,7 +18,7 @@ from ...face import (
     product_error,
     reads_integers,
 )
-from .finding import Finding, fail, ok, warn
+from .host import Finding, fail, ok, warn
 
 # The error of a bfloat16 product of 64 rows against float64, over its largest number; rounding alone is below 1 %.
 _TOLERANCE = 0.02

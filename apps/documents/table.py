@@ -14,11 +14,11 @@ from typing import Any
 
 from ...face import CONTINUE_CUT, ErrorCode, errors, own_name, with_own, write_atomically
 from .document import Document
+from .iterate import TextCache
 from .merging import Failed, Merged, Merger
 from .question import Long, Question
 from .rounds import Answer, Answers, Entry, row_id
 from .schemas import find_quote, quotes
-from .text_cache import TextCache
 
 _SHORTEST = 10
 # Rows that lack a field, of which the first are kept as examples, and the share below which that is worth a look.

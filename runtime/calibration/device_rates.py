@@ -27,9 +27,8 @@ from ..kv.spec import KVSpec
 from ..loading.machine_memory import budget_of
 from ..plan.placement import Workload
 from ..plan.planner import choose_dtype, make_plan
-from ..settings.budgets import MemoryBudget
 from ..settings.errors import DoesNotFit
-from ..settings.settings import Settings
+from ..settings.settings import MemoryBudget, Settings
 from ..shape.model_shape import KVGroup
 from ..source.model_source import open_source
 from .pass_rates import (

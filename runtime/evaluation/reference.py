@@ -23,8 +23,8 @@ from ..model.definition import define_stock
 from ..model.llama4 import adapt_decoder
 from ..model.loading import CheckpointLoader
 from ..plan.candidate import SLACK_NBYTES
-from ..settings.budgets import MIB, process_nbytes
 from ..settings.errors import DoesNotFit
+from ..settings.settings import MIB, process_nbytes
 from ..settings.stages import Advance, stage
 from ..shape.checkpoint_shape import open_checkpoint, read_tensors
 from ..shape.config import CONFIG, ModelConfig

@@ -25,8 +25,8 @@ from ..plan.memory_ledger import TierLedger
 from ..plan.placement import Plan, Workload
 from ..plan.planner import PlanResult, SearchSpace
 from ..rows.answer_formats import Answers
-from ..rows.failure import RowFailure
 from ..rows.reader import RowFile, read_rows
+from ..rows.row import RowFailure
 from ..text.tokenizer import Tokenizer
 from ..weights.key_offsets import KeyOffsets
 from .answer_stream import AnswerStream, partial_file

@@ -11,9 +11,8 @@ from typing import Any
 
 from ...offload.machine.hardware import Hardware, cpu_text, find_driver, gpu_text, num_threads
 from ...quant.kernels.gpu import Lacks
-from ..settings.budgets import GIB
 from ..settings.errors import SettingError
-from ..settings.settings import Settings
+from ..settings.settings import GIB, Settings
 from ..shape.model_shape import ModelShape
 from .history import machine_key, shape_key
 from .kernels import planned_kernels

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ..settings.budgets import GIB
 from ..settings.errors import DoesNotFit, SettingError
+from ..settings.settings import GIB
 from ..shape.shards import SMALLEST_FORMATS, offered_formats
 from .memory_ledger import OPTIONS
 from .planner import PlanRequest, PlanResult, SearchSpace, solve

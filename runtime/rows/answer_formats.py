@@ -13,9 +13,8 @@ from itertools import accumulate
 from typing import Any
 
 from ..sampling.params import FinishReason, TokenLogprob
-from ..text.tool_calls import FunctionCall
-from .failure import ErrorCode, RowFailure
-from .row import Endpoint, Row
+from ..text.messages import FunctionCall
+from .row import Endpoint, ErrorCode, Row, RowFailure
 
 # The text of a token id, and its bytes: None where they are not known; alone they need not be whole characters.
 TokenText = Callable[[int], tuple[str, bytes | None]]

@@ -19,11 +19,8 @@ from ..sampling.grammar import ANY_OBJECT, AnswerForm, Lark, SchemaError, compil
 from ..sampling.params import LIMITS, Limit
 from ..settings.errors import SettingError, shown
 from ..settings.options import ReasoningEffort
-from ..text.messages import BadMessage, MessageFault, joined, read_messages
-from ..text.tool_calls import read_tools
-from .failure import ErrorCode, InvalidRow
-from .row import ChatPrompt, Endpoint, Message, TextPrompt, TokenPrompt
-from .strict_json import parse_object
+from ..text.messages import BadMessage, MessageFault, joined, read_messages, read_tools
+from .row import ChatPrompt, Endpoint, ErrorCode, InvalidRow, Message, TextPrompt, TokenPrompt, parse_object
 
 T = TypeVar("T")
 MAX_STOP = 16

@@ -11,10 +11,8 @@ from dataclasses import dataclass, field
 from io import BufferedReader
 
 from ..settings.errors import counted
-from .failure import ErrorCode, RowFailure, Severity, common_error
-from .input_file import Fingerprint, HashingReader, open_regular
-from .reader import RowIndex, rows_from
-from .row import Defaults, Endpoint, Row
+from .reader import Fingerprint, HashingReader, RowIndex, open_regular, rows_from
+from .row import Defaults, Endpoint, ErrorCode, Row, RowFailure, Severity, common_error
 
 MAX_LISTED = 20
 _FEW = 3

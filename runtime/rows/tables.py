@@ -23,10 +23,10 @@ from typing import Any
 
 from ...offload.atomic_file import AtomicFile
 from ..settings.errors import InputRefused, MissingExtra
-from .columns import TEXT_COLUMN
-from .failure import InvalidRow
 from .fields import FIELDS
-from .input_file import STDIN, DamagedZstd, Stream, open_input, plain
+from .reader import STDIN, DamagedZstd, Stream, open_input, plain
+from .row import InvalidRow
+from .row_formats import TEXT_COLUMN
 
 # As long as a line of JSON may be.
 MAX_ROW_NBYTES = 16 << 20

@@ -16,9 +16,8 @@ from enum import Enum, auto
 
 from tokenizers import Tokenizer
 
-from .detokenizer import Decoding
-from .stream import TextStream
-from .tool_calls import FunctionCall
+from .messages import FunctionCall
+from .stream import Decoding, TextStream
 
 # (beginning, end, what the model writes first): families that have a mark of their own.
 _PAIRS = (

@@ -16,10 +16,9 @@ from tokenizers import Tokenizer as Backend
 from ..settings.errors import PromptError, TokenizerError
 from .chat_stream import ChatStream, Harmony, StreamOptions, find_format, open_stream
 from .control_tokens import ControlTokens, Marks, Piece, PlainText, bounded_encoding, check_text
-from .detokenizer import decoding
 from .folder import TokenizerFolder, read_folder
 from .messages import Message
-from .stream import TextStream
+from .stream import TextStream, decoding
 from .template import ChatTemplate
 
 # Characters for each token of the context beyond which a text is counted before it is encoded.

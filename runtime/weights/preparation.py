@@ -29,8 +29,8 @@ from ..model.dequantize import WIDENING_NBYTES
 from ..model.kept_codes import planes_of_rows
 from ..model.loading import CheckpointLoader, refuse_nonfinite
 from ..plan.candidate import SLACK_NBYTES
-from ..settings.budgets import MIB, process_nbytes
 from ..settings.errors import DoesNotFit
+from ..settings.settings import MIB, process_nbytes
 from ..settings.stages import Advance
 from ..shape.model_shape import LayerShape, ModelShape
 from ..shape.quantized import ModelTensors
