@@ -1,7 +1,5 @@
 """How a prompt is continued, and what comes back, in vLLM's names. Torch-free."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any

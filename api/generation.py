@@ -2,8 +2,6 @@
 `answer`, one prompt through an engine that is loaded for it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

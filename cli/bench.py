@@ -1,7 +1,5 @@
 """`moedge bench`: the speed of a model here, by number of sequences."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated, Any, Unpack

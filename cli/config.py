@@ -2,8 +2,6 @@
 comments are the point of it, and TOML writers keep none.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """The command `moedge`: its subcommands, and the exit codes of errors."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import sys

@@ -1,7 +1,5 @@
 """Everything that `moedge doctor` checks, in the order in which a person fixes it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace

@@ -1,7 +1,5 @@
 """Tries bitsandbytes, the GPU and Triton with small products, instead of only importing them."""
 
-from __future__ import annotations
-
 from importlib.metadata import version
 from importlib.resources import as_file, files
 

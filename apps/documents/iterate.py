@@ -4,8 +4,6 @@ What is skipped has its reason; what was read is kept by the hash of a file's by
 nothing again.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import stat

@@ -4,8 +4,6 @@ Prompts for the usual tasks, and the one that merges partial answers, are jinja2
 The instruction comes first and the document last, so that all rows begin with the same tokens, which are computed once.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """The output of a job over documents: a row for each document, or for each chunk, from the answers of its rounds."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter

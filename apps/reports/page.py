@@ -5,8 +5,6 @@ Charts are inline SVG: lines over time or counts, a bar of parts, a heat map; th
 Torch-free.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

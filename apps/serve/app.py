@@ -1,7 +1,5 @@
 """The routes of OpenAI's API, as a FastAPI application. What they share with nobody is in gate.py and live.py."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import suppress

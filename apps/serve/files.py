@@ -4,8 +4,6 @@ A file's name on disk is its id, which this server makes up; the name that a cli
 multipart form is written to disk as it comes: one file, and fields of a few bytes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

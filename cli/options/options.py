@@ -4,8 +4,6 @@
 them. Options that take a path are checked before any work begins, so that no job fails at its end for a typing error.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What `moedge bench` and `moedge check` print. The table of bench has a column for each number of sequences."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any

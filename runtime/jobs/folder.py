@@ -1,7 +1,5 @@
 """A job's folder beside its output: the journal, what belongs to it, and the lock that one process at a time holds."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

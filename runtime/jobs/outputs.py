@@ -6,8 +6,6 @@ again. The columns of a table are found in a first reading of all answers, its r
 rows in memory at a time.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

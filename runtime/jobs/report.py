@@ -1,7 +1,5 @@
 """The `RunSummary` of a job: from the counters of its engine, or merged from those of its workers."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace

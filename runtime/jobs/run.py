@@ -2,8 +2,6 @@
 a loaded model to rows that come one by one. Knows no command line.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
@@ -37,22 +35,18 @@ class RowSource(Protocol):
     @property
     def exhausted(self) -> bool:
         """Whether no more rows will come. Until then, `take` is called between passes."""
-        ...
 
     def take(self, most: int, alone: bool) -> Items[Row | RowFailure]:
         """Up to `most` rows to start now, in the order in which they are to run; none where none may start yet.
 
         `alone` says that nothing is in work, so a row that must run with no other may start.
         """
-        ...
 
     def digest(self, row: int) -> str:
         """16 hex digits that identify the line of a row."""
-        ...
 
     def partial(self, row: int) -> Items[CutChoice]:
         """What an earlier run generated for each choice of a row that is continued; empty for one that starts anew."""
-        ...
 
 
 class FileRows:

@@ -3,8 +3,6 @@
 It knows nothing of Ray and of the journal: rows come and answers go with each call of `work`.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import time

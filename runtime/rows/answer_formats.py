@@ -3,8 +3,6 @@
 A line is a function of the row, its completions, the model's name and the job's start; nothing else.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ text/messages.py; what a JSON schema may say is checked by `Schemas`, once for a
 end name the fields that are read, those that cannot change an answer, and those that would.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

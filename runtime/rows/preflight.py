@@ -1,7 +1,5 @@
 """The whole input read once before anything is loaded: what it holds, and whether the job may start."""
 
-from __future__ import annotations
-
 import os
 from array import array
 from collections import Counter

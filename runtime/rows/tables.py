@@ -4,8 +4,6 @@ A job reads its rows several times and at random, so another format is converted
 row becomes the n-th line. What a row means is not known here: a table's columns become the fields of a short row.
 """
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json

@@ -3,8 +3,6 @@ must precede the import of torch: how threads wait, the size of memory pages, ho
 and how torch's allocator takes GPU memory. Torch-free.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ because special tokens leave no text; only a mark that no added token spells is 
 is a function of the prompt and the tokens, so an answer does not depend on the batch.
 """
 
-from __future__ import annotations
-
 import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence

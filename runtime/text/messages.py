@@ -5,8 +5,6 @@ This is the only table of roles and the only check, for rows of a file and for m
 Calls are read as Qwen's and Hermes' templates ask for them: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import re

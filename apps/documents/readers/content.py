@@ -2,8 +2,6 @@
 types that are all text.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import zipfile

@@ -2,8 +2,6 @@
 DOCX, PPTX and XLSX, of which slides and sheets are pages.
 """
 
-from __future__ import annotations
-
 import codecs
 import posixpath
 import re

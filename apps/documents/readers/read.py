@@ -1,7 +1,5 @@
 """One file to text: the reader of its type, and every fault of a reader as a ReadFailure."""
 
-from __future__ import annotations
-
 import zipfile
 from collections.abc import Callable, Iterable
 from importlib import import_module

@@ -6,8 +6,6 @@ are. A slow disk delays what counts as done, never the next pass; whatever was w
 with the next one. Torch-free.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os
