@@ -3,8 +3,6 @@
 A batch has a record beside its job. Of a server that was killed the unfinished ones are run again by the next one.
 """
 
-from __future__ import annotations
-
 import json
 import queue
 import re

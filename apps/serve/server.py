@@ -1,7 +1,5 @@
 """`moedge serve`: the engine, the batches and the HTTP server from start to stop."""
 
-from __future__ import annotations
-
 import resource
 import socket
 import time
