@@ -17,10 +17,9 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .apps.documents.document import Document, UnreadDocument
+    from .apps.documents.document import Chunk, Document, UnreadDocument, split
     from .apps.documents.iterate import iter_documents
     from .apps.documents.run import run_documents
-    from .apps.documents.splitting import Chunk, split
     from .batch import run_batch
     from .completion import CompletionOutput, Logprob, RequestOutput, SamplingParams
     from .llm import LLM
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "CheckReport": ".runtime.evaluation.check",
-    "Chunk": ".apps.documents.splitting",
+    "Chunk": ".apps.documents.document",
     "CompletionOutput": ".completion",
     "Document": ".apps.documents.document",
     "LLM": ".llm",
@@ -48,7 +47,7 @@ _MODULES = {
     "plan": ".plan_report",
     "run_batch": ".batch",
     "run_documents": ".apps.documents.run",
-    "split": ".apps.documents.splitting",
+    "split": ".apps.documents.document",
 }
 
 __all__ = [
@@ -78,7 +77,7 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         value: Any = version("moedge")
     elif name in _MODULES:
-        from .runtime.settings.process import settle
+        from .runtime.settings.computing import settle
 
         # Before torch is loaded, as the command line does: its threads and allocators read the environment once.
         settle()

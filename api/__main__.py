@@ -1,7 +1,5 @@
 """The command `moedge`, which is `python -m moedge` too."""
 
-from __future__ import annotations
-
 import signal
 
 

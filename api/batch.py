@@ -43,7 +43,6 @@ class Cluster(Protocol):
     @property
     def longest(self) -> int | None:
         """Tokens of the longest sequence that every worker has memory for; None before the first job."""
-        ...
 
     def plan(self, measured: Measured) -> Planned: ...
 

@@ -1,14 +1,11 @@
 """How a prompt is continued, and what comes back, in vLLM's names. Torch-free."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .runtime.rows.failure import InvalidRow
 from .runtime.rows.fields import read_fields
-from .runtime.rows.row import Endpoint
+from .runtime.rows.row import Endpoint, InvalidRow
 from .runtime.sampling.params import TokenLogprob
 from .runtime.settings.errors import BadArgument
 

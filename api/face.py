@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from .runtime.jobs.journal.run_log import LoggedRun
     from .runtime.jobs.journal.state import Counts, Suspicion
     from .runtime.jobs.lifecycle import OpenModel, refuse_over_budget
-    from .runtime.jobs.outputs import OutputPaths, claim_output, file_sha256
+    from .runtime.jobs.outputs import OutputPaths, claim_output, file_sha256, is_table, schema_fields, write_table
+    from .runtime.jobs.report import merge_summaries
     from .runtime.jobs.request import BatchRequest, request_of
-    from .runtime.jobs.row_reader import RowReader
-    from .runtime.jobs.run import OpenRow, RowSource
+    from .runtime.jobs.run import OpenRow, RowReader, RowSource
     from .runtime.jobs.session import CANCELLED, Checked, Ended, JobSession, lock_folder
     from .runtime.jobs.status import (
         WINDOW,
@@ -54,8 +54,6 @@ if TYPE_CHECKING:
     )
     from .runtime.jobs.stop import memory_kills
     from .runtime.jobs.summary import RunSummary, Seconds, WorkerRun
-    from .runtime.jobs.table_files import is_table, schema_fields, write_table
-    from .runtime.jobs.totals import merge_summaries
     from .runtime.jobs.worker import (
         JobFacts,
         LeasedRow,
@@ -73,18 +71,15 @@ if TYPE_CHECKING:
     from .runtime.plan.plan_file import RunRecord, last_runs
     from .runtime.plan.planner import PlanResult, reads_integers
     from .runtime.rows.answer_formats import with_own
-    from .runtime.rows.columns import Template, read_schema, text_or_file
-    from .runtime.rows.failure import CONTINUE_CUT, ErrorCode, InvalidRow, RowFailure
     from .runtime.rows.fields import MAX_STOP
-    from .runtime.rows.row import Endpoint, Row
-    from .runtime.rows.strict_json import parse_object
+    from .runtime.rows.row import CONTINUE_CUT, Endpoint, ErrorCode, InvalidRow, Row, RowFailure, parse_object
+    from .runtime.rows.row_formats import Template, read_schema, text_or_file
     from .runtime.rows.tables import InputFormat
     from .runtime.sampling.grammar import SchemaError, compile_schema
     from .runtime.settings import errors, option, options
-    from .runtime.settings.computing import TorchBuild, dotted, find_torch, unusable_torch
+    from .runtime.settings.computing import TorchBuild, dotted, find_torch, settle, unusable_torch
     from .runtime.settings.errors import counted
     from .runtime.settings.formatting import clock, duration, escape_controls, formats_line, short_duration
-    from .runtime.settings.process import settle
     from .runtime.settings.stages import stage, watching
     from .runtime.source.model_source import ModelSource, open_source
     from .runtime.text.confinement import lacking, shut_in
@@ -112,12 +107,12 @@ _MODULES = {
     "find_job": ".runtime.jobs.status",
     "find_rounds": ".runtime.jobs.status",
     "is_locked": ".runtime.jobs.folder",
-    "is_table": ".runtime.jobs.table_files",
+    "is_table": ".runtime.jobs.outputs",
     "job_id_folders": ".runtime.jobs.status",
     "now_text": ".runtime.jobs.folder",
     "openai_batch": ".runtime.jobs.status",
-    "schema_fields": ".runtime.jobs.table_files",
-    "write_table": ".runtime.jobs.table_files",
+    "schema_fields": ".runtime.jobs.outputs",
+    "write_table": ".runtime.jobs.outputs",
     # The machine: what it has, what is free, and what was measured of it.
     "Device": ".offload.device",
     "Disk": ".offload.machine.profile",
@@ -190,10 +185,10 @@ _MODULES = {
     "BatchProgress": ".batch",
     "BatchRequest": ".runtime.jobs.request",
     "CANCELLED": ".runtime.jobs.session",
-    "CONTINUE_CUT": ".runtime.rows.failure",
+    "CONTINUE_CUT": ".runtime.rows.row",
     "Checked": ".runtime.jobs.session",
     "Ended": ".runtime.jobs.session",
-    "ErrorCode": ".runtime.rows.failure",
+    "ErrorCode": ".runtime.rows.row",
     "InputFormat": ".runtime.rows.tables",
     "JobObserver": ".batch",
     "JobSeries": ".batch",
@@ -203,31 +198,31 @@ _MODULES = {
     "PlanResult": ".runtime.plan.planner",
     "Planned": ".runtime.jobs.job",
     "Row": ".runtime.rows.row",
-    "RowFailure": ".runtime.rows.failure",
+    "RowFailure": ".runtime.rows.row",
     "RowSource": ".runtime.jobs.run",
     "Running": ".runtime.jobs.job",
     "SchemaError": ".runtime.sampling.grammar",
     "Suspicion": ".runtime.jobs.journal.state",
-    "Template": ".runtime.rows.columns",
+    "Template": ".runtime.rows.row_formats",
     "batch_request": ".batch",
     "compile_schema": ".runtime.sampling.grammar",
     "first_state": ".batch",
     "lock_folder": ".runtime.jobs.session",
-    "read_schema": ".runtime.rows.columns",
+    "read_schema": ".runtime.rows.row_formats",
     "refuse_over_budget": ".runtime.jobs.lifecycle",
     "request_of": ".runtime.jobs.request",
-    "text_or_file": ".runtime.rows.columns",
+    "text_or_file": ".runtime.rows.row_formats",
     "with_own": ".runtime.rows.answer_formats",
     # A loaded model: sequences to add, step and abort; rows to open and their answers.
     "Endpoint": ".runtime.rows.row",
     "Engine": ".runtime.engine.engine",
     "Heap": ".offload.memory",
-    "InvalidRow": ".runtime.rows.failure",
+    "InvalidRow": ".runtime.rows.row",
     "LoadedModel": ".runtime.loading.engine_loader",
     "OpenModel": ".runtime.jobs.lifecycle",
     "OpenRow": ".runtime.jobs.run",
-    "RowReader": ".runtime.jobs.row_reader",
-    "parse_object": ".runtime.rows.strict_json",
+    "RowReader": ".runtime.jobs.run",
+    "parse_object": ".runtime.rows.row",
     # Processes that are shut in, for what strangers wrote.
     "Child": ".runtime.text.template",
     "pack": ".runtime.text.template",
@@ -245,7 +240,7 @@ _MODULES = {
     "WorkerInfo": ".runtime.jobs.worker",
     "memory_kills": ".runtime.jobs.stop",
     "same_everywhere": ".runtime.jobs.worker",
-    "settle": ".runtime.settings.process",
+    "settle": ".runtime.settings.computing",
     # What a run came to: counters, and summaries that can be merged.
     "Fallback": ".runtime.plan.fallback",
     "FallbackPolicy": ".runtime.plan.fallback",
@@ -254,7 +249,7 @@ _MODULES = {
     "Seconds": ".runtime.jobs.summary",
     "TierLedger": ".runtime.plan.memory_ledger",
     "WorkerRun": ".runtime.jobs.summary",
-    "merge_summaries": ".runtime.jobs.totals",
+    "merge_summaries": ".runtime.jobs.report",
     # Files that are whole or not there.
     "AtomicFile": ".offload.atomic_file",
     "own_name": ".offload.atomic_file",

@@ -2,8 +2,6 @@
 `answer`, one prompt through an engine that is loaded for it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +15,9 @@ from .runtime.jobs.run import AnswerText, OpenRow
 from .runtime.jobs.stop import DeferredInterrupt
 from .runtime.plan.placement import Workload
 from .runtime.rows.row import Row
-from .runtime.sampling.model_defaults import model_defaults
-from .runtime.sampling.params import SamplingParams
-from .runtime.settings.budgets import Budgets
+from .runtime.sampling.params import SamplingParams, model_defaults
 from .runtime.settings.errors import DoesNotFit
-from .runtime.settings.settings import Settings
+from .runtime.settings.settings import Budgets, Settings
 from .runtime.text.chat_stream import StreamOptions
 from .runtime.text.tokenizer import Tokenizer
 

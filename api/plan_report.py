@@ -24,7 +24,7 @@ from .runtime.settings.errors import DoesNotFit, counted
 from .runtime.settings.formatting import TIE, count, duration, escape_controls, fit, formats_line, kernel_lines
 from .runtime.settings.option import check, with_options
 from .runtime.settings.options import PlanOptions
-from .runtime.source.headers import read_headers
+from .runtime.source.model_source import read_headers
 
 if TYPE_CHECKING:
     from .runtime.jobs.encode import JobSize

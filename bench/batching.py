@@ -35,8 +35,7 @@ from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan
 from moedge.runtime.sampling.params import SamplingParams
-from moedge.runtime.settings.budgets import Budgets, MemoryBudget
-from moedge.runtime.settings.settings import Settings
+from moedge.runtime.settings.settings import Budgets, MemoryBudget, Settings
 from moedge.runtime.source.model_source import open_source
 
 DEMO = Path(__file__).parents[1] / "examples" / "tiny_moe" / "model"

@@ -32,8 +32,7 @@ from moedge.runtime.loading.prepare import prepare, prepare_linked, store_path
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan
 from moedge.runtime.sampling.params import SamplingParams
-from moedge.runtime.settings.budgets import Budgets, MemoryBudget
-from moedge.runtime.settings.settings import Settings
+from moedge.runtime.settings.settings import Budgets, MemoryBudget, Settings
 from moedge.runtime.source.model_source import open_source
 
 PROMPT = 8

@@ -23,8 +23,7 @@ from moedge.runtime.attention.protocol import AttentionBackend, AttentionCall
 from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan
-from moedge.runtime.settings.budgets import MemoryBudget
-from moedge.runtime.settings.settings import Settings
+from moedge.runtime.settings.settings import MemoryBudget, Settings
 from moedge.runtime.source.model_source import ModelSource, open_source
 from moedge.runtime.weights.key_offsets import fixed_token_ids, measure
 from support.heldout import DEMO, predict

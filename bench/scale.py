@@ -32,8 +32,7 @@ import torch
 
 from bench.kv_waste import GROUP, NoMemory
 from bench.picture import pyplot
-from moedge.apps.reports.charts import Line, by_count
-from moedge.apps.reports.page import Figure, figures_page
+from moedge.apps.reports.page import Figure, Line, by_count, figures_page
 from moedge.moe.expert import group_by_expert
 from moedge.moe.expert_cache import Popular
 from moedge.offload.machine.hardware import find_hardware
@@ -46,8 +45,7 @@ from moedge.runtime.kv.spec import KVSpec
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.sampling.draw import Sampled
 from moedge.runtime.sampling.params import SamplingParams
-from moedge.runtime.settings.budgets import MemoryBudget
-from moedge.runtime.settings.settings import Settings
+from moedge.runtime.settings.settings import MemoryBudget, Settings
 from support.jobs import job_scale
 from support.known_shapes import choose, plain_model
 

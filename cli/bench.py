@@ -1,7 +1,5 @@
 """`moedge bench`: the speed of a model here, by number of sequences."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated, Any, Unpack
@@ -51,7 +49,7 @@ def bench(model: options.MODEL, sequences: SEQUENCES = "1,8,32", **given: Unpack
     The engine is loaded once, with the plan of a `moedge batch` of as many rows as the most sequences.
     """
     options.say_device(given["gpu_mem"])
-    charts: Any = None if given["page"] is None else application("reports", "speed_page")
+    charts: Any = None if given["page"] is None else application("reports", "page")
     if given["page"] is not None and charts is None:
         raise SettingError(
             "--page is written by the application `reports`, which is left out here; --json has all numbers"

@@ -50,7 +50,7 @@ def check(model: options.MODEL, **given: Unpack[CheckCommand]) -> None:
     anything differs by more than rounding, and names what is first.
     """
     found = _check(model, given)
-    from .views.check_view import print_check
+    from .views.bench_view import print_check
 
     print_check(found)
     if given["as_json"] is not None:

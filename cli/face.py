@@ -6,8 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .options.options import MODEL, ViewOptions, command, say, say_device
-    from .options.paths import own_file
+    from .options.options import MODEL, ViewOptions, command, own_file, say, say_device
     from .options.signals import Stopped
     from .views.job_view import JobView, prefix_cache, summary_table
     from .views.progress import stages_on
@@ -16,7 +15,7 @@ _MODULES = {
     # A command: the argument MODEL, parameters from declared options, checks of paths, lines on stderr.
     "MODEL": ".options.options",
     "command": ".options.options",
-    "own_file": ".options.paths",
+    "own_file": ".options.options",
     "say": ".options.options",
     "say_device": ".options.options",
     # What a person sees while it works.

@@ -15,8 +15,7 @@ from ..runtime.settings.options import BudgetOptions, ClusterOptions, StoppingOp
 from .batch import job_view
 from .options import options
 from .options.configured_command import ConfiguredCommand
-from .options.options import ViewOptions
-from .options.paths import new_file
+from .options.options import ViewOptions, new_file
 
 if TYPE_CHECKING:
     from ..runtime.jobs.folder import JobFolder

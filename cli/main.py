@@ -1,7 +1,5 @@
 """The command `moedge`: its subcommands, and the exit codes of errors."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import sys
@@ -16,8 +14,8 @@ import typer
 from ..offload.errors import ExitCode, exit_code_of
 from ..offload.memory import refused_library, return_memory
 from ..runtime.settings.applications import application
+from ..runtime.settings.computing import settle
 from ..runtime.settings.formatting import escape_controls
-from ..runtime.settings.process import settle
 from .batch import batch, demo
 from .bench import bench
 from .check import check

@@ -102,8 +102,7 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="Print the shape as JSON.")] = False,
 ) -> None:
     """Show layers, experts, parameters and sizes (reads headers only)."""
-    from ..runtime.source.headers import describe
-    from ..runtime.source.model_source import open_source
+    from ..runtime.source.model_source import describe, open_source
 
     with open_source(model, tokenizer=False) as source:
         description = describe(source.shape)

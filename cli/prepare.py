@@ -17,7 +17,7 @@ from ..runtime.settings.options import HostBudgets, WeightOptions
 from .options import options
 
 if TYPE_CHECKING:
-    from ..runtime.settings.budgets import Budgets
+    from ..runtime.settings.settings import Budgets
 
 
 class PrepareCommand(HostBudgets, WeightOptions, total=False):

@@ -1,7 +1,5 @@
 """`moedge run`: one prompt, answered on stdout as it is generated."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping

@@ -1,7 +1,8 @@
 """The GPU that computes, and host memory of exact size that is page-locked for copies to it as the machine allows.
 
 Host memory lies in huge pages. Torch rounds pinned blocks up to powers of two; a slab takes exactly the planned bytes.
-Knows bytes and calls, not streams or contents. Nothing of a GPU is called on a machine without one. Torch-free.
+Knows bytes and calls, not streams or contents. Nothing of a GPU is called on a machine without one. Torch is imported where
+it is called.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import mmap
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .errors import prepare_to_swallow, swallow_cuda_error
+
+if TYPE_CHECKING:
+    import torch
 
 PIN_CHUNK_NBYTES = 256 << 20
 # The limit is found to this precision: with smaller pieces, shards would need more copies for little pinned memory.
@@ -134,6 +136,8 @@ class HostMemory:
     """A block of host memory; `bytes` is its tensor, uint8 [nbytes]."""
 
     def __init__(self, nbytes: int) -> None:
+        import torch
+
         self._memory = allocate(max(1, nbytes))
         self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8)[:nbytes]
 
@@ -183,6 +187,8 @@ class Device:
     @property
     def is_real(self) -> bool:
         """Whether CUDA runs it, and not a simulation."""
+        import torch
+
         return self.cuda is torch.cuda
 
     @property
@@ -228,11 +234,15 @@ class Device:
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """An uninitialized uint8 tensor [nbytes] on the device."""
+        import torch
+
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
 
 def find_device() -> Device | None:
     """The current CUDA device; None on a machine without one."""
+    import torch
+
     if not torch.cuda.is_available():
         return None
     prepare_to_swallow()

@@ -79,8 +79,7 @@ def engine(checkpoint: Callable[..., Path]) -> Iterator[Callable[..., Any]]:
     from moedge.runtime.loading.engine_loader import load_engine
     from moedge.runtime.plan.placement import Workload
     from moedge.runtime.plan.planner import make_plan
-    from moedge.runtime.settings.budgets import MemoryBudget
-    from moedge.runtime.settings.settings import Settings
+    from moedge.runtime.settings.settings import MemoryBudget, Settings
     from moedge.runtime.source.model_source import ModelSource, open_source
 
     with ExitStack() as opened:

@@ -1,7 +1,5 @@
 """Which worker of a cluster has which row: every row is answered once, however often workers die. Torch-free."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

@@ -111,11 +111,9 @@ class Owner(Protocol):
 
     def lost(self, slot: Slot, crashed: bool) -> None:
         """A worker died, and another one starts in its stead."""
-        ...
 
     def refused(self, slot: Slot, message: str, left: int) -> None:
         """A worker cannot take part, and `left` others can or may."""
-        ...
 
 
 class Workers:

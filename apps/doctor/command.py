@@ -46,7 +46,7 @@ def doctor(**given: Unpack[DoctorCommand]) -> None:
 
     from ...face import default_root
     from .examination import examine
-    from .finding import Verdict
+    from .host import Verdict
 
     console = Console(stderr=True, highlight=False)
     waiting = console.status("checking")

@@ -1,7 +1,5 @@
 """Everything that `moedge doctor` checks, in the order in which a person fixes it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -24,19 +22,26 @@ from ...face import (
     saved_profile,
     shows_gpu,
 )
-from .finding import Finding, Verdict, fail
 from .host import (
+    Finding,
+    Verdict,
+    check_cache_reads,
     check_confinement,
     check_hub_cache,
     check_memory,
     check_open_files,
+    check_packages,
     check_state,
     check_stores,
+    check_torch,
+    fail,
     find_host_memory,
     free_nbytes,
+    gpu_state_findings,
+    not_measured,
+    prediction_findings,
+    speed_findings,
 )
-from .packages import check_packages, check_torch
-from .speeds import check_cache_reads, gpu_state_findings, not_measured, prediction_findings, speed_findings
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,5 @@
 """Tries bitsandbytes, the GPU and Triton with small products, instead of only importing them."""
 
-from __future__ import annotations
-
 from importlib.metadata import version
 from importlib.resources import as_file, files
 
@@ -18,7 +16,7 @@ from ...face import (
     product_error,
     reads_integers,
 )
-from .finding import Finding, fail, ok, warn
+from .host import Finding, fail, ok, warn
 
 # The error of a bfloat16 product of 64 rows against float64, over its largest number; rounding alone is below 1 %.
 _TOLERANCE = 0.02

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from .file_walk import FoundFile
+from .iterate import FoundFile
 
 
 class AskedRow(NamedTuple):

@@ -26,19 +26,16 @@ from ...face import (
     write_atomically,
     write_table,
 )
-from .document import Document, UnreadDocument
+from .document import Chunk, Document, UnreadDocument, split
 from .expected import AskedRow, Expected
-from .file_walk import FoundFile, FoundFiles, Skipped, find_files
-from .iterate import read_as_completed
+from .iterate import FoundFile, FoundFiles, Skipped, TextCache, find_files, read_as_completed
 from .merging import Merger, Missing, PromptTokens
 from .question import Long, Prompts, document_facts
 from .readers.read import refuse_missing_readers
 from .request import DocumentPaths, DocumentsRequest, refuse_foreign
 from .rounds import Answers, Entry, EntryLog, IndexedEntries, Round, Rounds, RowLines, read_entries, row_id
 from .schemas import KeyedLists
-from .splitting import Chunk, split
 from .table import DocumentTable, Mirror, Totals
-from .text_cache import TextCache
 
 if TYPE_CHECKING:
     # It knows plans, which what is refused at once needs not.

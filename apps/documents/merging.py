@@ -3,8 +3,6 @@
 A tree is a function of the answers: a job that was killed computes the same one again.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

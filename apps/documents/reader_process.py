@@ -1,7 +1,5 @@
 """Reads files in a process that is replaced after a fault, after a limit, and after 200 files. Knows no folder."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

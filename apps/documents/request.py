@@ -1,7 +1,5 @@
 """A job over a folder of documents: what is asked for, and what must stay the same until its last row."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field

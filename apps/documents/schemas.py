@@ -1,7 +1,5 @@
 """JSON schemas for answers: from a file, from a pydantic model, or from a short list of fields."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

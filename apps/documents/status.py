@@ -1,7 +1,5 @@
 """A job over documents as it is on disk, read without disturbing it: its rounds taken together. Torch-free."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping

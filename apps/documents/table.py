@@ -1,7 +1,5 @@
 """The output of a job over documents: a row for each document, or for each chunk, from the answers of its rounds."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter
@@ -14,11 +12,11 @@ from typing import Any
 
 from ...face import CONTINUE_CUT, ErrorCode, errors, own_name, with_own, write_atomically
 from .document import Document
+from .iterate import TextCache
 from .merging import Failed, Merged, Merger
 from .question import Long, Question
 from .rounds import Answer, Answers, Entry, row_id
 from .schemas import find_quote, quotes
-from .text_cache import TextCache
 
 _SHORTEST = 10
 # Rows that lack a field, of which the first are kept as examples, and the share below which that is worth a look.

@@ -1,7 +1,5 @@
 """`moedge eval`: tasks of lm-eval, answered within budgets."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

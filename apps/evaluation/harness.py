@@ -4,8 +4,6 @@ Tokenization, truncation and windows are those of lm-eval's HFLM, so that result
 imports lm-eval, and registers the model there under the name `moedge`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack

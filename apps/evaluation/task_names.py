@@ -1,7 +1,5 @@
 """Which names cannot be a task of lm-eval, before it is imported and reads thousands of files as YAML. Torch-free."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`moedge report`: one HTML page about a job."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

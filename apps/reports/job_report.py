@@ -3,8 +3,6 @@
 What was not recorded stays empty. Torch-free, and nothing is written.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The routes of OpenAI's API, as a FastAPI application. What they share with nobody is in gate.py and live.py."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -16,13 +14,11 @@ from starlette.requests import ClientDisconnect
 
 from ...face import Endpoint, InvalidRow, LoadedModel, is_exhausted, parse_object
 from .batches import BatchQueue
-from .engine_thread import EngineThread
+from .engine_thread import CONTENT_TYPE, EngineThread, metrics_text
 from .errors import ApiError, not_found, of_failure, refused
-from .files import BATCH, FileStore, StoredFile, checked_name, page
+from .files import BATCH, FileStore, StoredFile, UploadForm, checked_name, page
 from .limits import Limits
 from .live import LAST_EVENT, Event, Finished, LiveRequest, RequestReader, as_event, chunks, first_chunk
-from .metrics import CONTENT_TYPE, metrics_text
-from .uploads import UploadForm
 
 _MOST_LISTED = 10_000
 # Seconds between two looks at whether a client that waits for a whole answer is still there.

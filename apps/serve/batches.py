@@ -3,8 +3,6 @@
 A batch has a record beside its job. Of a server that was killed the unfinished ones are run again by the next one.
 """
 
-from __future__ import annotations
-
 import json
 import queue
 import re
@@ -43,7 +41,7 @@ from ...face import (
 )
 from .engine_thread import EngineThread
 from .errors import ApiError, not_found, refused
-from .files import BATCH, FileStore, new_id, read_records
+from .files import BATCH, FileStore, new_id, read_records, write_new
 from .limits import Limits
 
 _BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
@@ -172,7 +170,7 @@ class BatchQueue:
             unfinished = sum(not each.ended for each in self._batches.values())
             if unfinished >= self._limits.queued or len(self._batches) >= self._limits.batches:
                 raise ApiError(429, f"{unfinished:,} batches are unfinished; wait for some", code="too_many_batches")
-            self._save(batch)
+            write_new(self._record(batch), asdict(batch))
             self._batches[batch.id] = batch
             self._waiting.put(batch)
             return batch.as_json()
@@ -221,7 +219,10 @@ class BatchQueue:
 
     def _save(self, batch: Batch) -> None:
         with self._lock:
-            write_atomically(self._folder / f"{batch.id}.json", json.dumps(asdict(batch)).encode())
+            write_atomically(self._record(batch), json.dumps(asdict(batch)).encode())
+
+    def _record(self, batch: Batch) -> Path:
+        return self._folder / f"{batch.id}.json"
 
     def _paths(self, batch: Batch) -> OutputPaths:
         return OutputPaths(self._folder / f"{batch.id}.jsonl")
@@ -253,6 +254,9 @@ class BatchQueue:
         except (*_FATAL, ApiError):
             raise
         except MoedgeError as error:
+            if (cause := error.__context__) is not None and is_exhausted(cause):
+                # Refused for the system's sake, such as a job's folder on a disk that is read-only now.
+                raise cause from error
             self._fail(batch, "invalid_input", str(error))
         except Exception as error:
             if self._engine.broken or is_exhausted(error):

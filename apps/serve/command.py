@@ -1,7 +1,5 @@
 """`moedge serve`: OpenAI's API, with its batches, on one model."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Unpack

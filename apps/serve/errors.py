@@ -1,7 +1,5 @@
 """Requests that are refused, in the shape of OpenAI's errors: {"error": {"message", "type", "param", "code"}}."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ...face import ErrorCode, RowFailure

@@ -1,8 +1,6 @@
 """What stands before every route: keys, names of hosts, sizes and seconds. An ASGI middleware, and uvicorn's protocol
 with limits on the seconds that headers may take and that an answer may wait for its reader."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import json

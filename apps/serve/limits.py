@@ -1,7 +1,5 @@
 """How much one server takes from its clients. Torch-free."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,7 +1,5 @@
 """The socket that a server listens on. Torch-free, so that an address is refused before anything long is imported."""
 
-from __future__ import annotations
-
 import errno
 import socket
 from collections.abc import Iterator

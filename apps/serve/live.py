@@ -1,7 +1,5 @@
 """One request whose answer somebody waits for: its sequences in the engine, and what each pass adds to its answer."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """`moedge serve`: the engine, the batches and the HTTP server from start to stop."""
 
-from __future__ import annotations
-
 import resource
 import socket
 import time
@@ -16,7 +14,7 @@ from typing import Any
 import uvicorn
 from platformdirs import user_state_path
 
-from ...quant.matmul.selftest import errors
+from ...face import errors
 from ...runtime.jobs.folder import JobFolder, JobLock
 from .app import Service, Turns, make_app
 from .batches import BatchQueue, BatchSettings

@@ -13,9 +13,8 @@ from moedge.offload.machine.hardware import find_gpus
 from moedge.quant.kernels.operands import Gpu
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan
-from moedge.runtime.settings.budgets import GIB, DeviceBudget, MemoryBudget
 from moedge.runtime.settings.errors import DoesNotFit
-from moedge.runtime.settings.settings import Settings
+from moedge.runtime.settings.settings import GIB, DeviceBudget, MemoryBudget, Settings
 
 BUDGETS = (4, 8, 12, 24)
 # What CUDA and its libraries take, for plans that nothing is measured for.

@@ -17,7 +17,7 @@ from bench.roofline import device_copy, link, pinning, products, widening
 from moedge.offload.device import find_device
 from moedge.quant.kv.format import KVFormat
 from moedge.runtime.loading.prepare import prepare
-from moedge.runtime.settings.budgets import Budgets
+from moedge.runtime.settings.settings import Budgets
 from moedge.runtime.source.model_source import open_source
 from support.device import fake_device, tiny_engine
 from support.tiny_families import save_tiny

@@ -24,8 +24,7 @@ from moedge.runtime.loading.machine_memory import MachineMemory, open_memory
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import budget_range, make_plan
 from moedge.runtime.sampling.params import SamplingParams
-from moedge.runtime.settings.budgets import Budgets, DeviceBudget, MemoryBudget
-from moedge.runtime.settings.settings import Settings
+from moedge.runtime.settings.settings import Budgets, DeviceBudget, MemoryBudget, Settings
 from moedge.runtime.source.model_source import ModelSource
 
 PROMPT, STEADY = 512, 12

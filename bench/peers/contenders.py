@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # How each waits for its threads is its own affair; moedge's choice is the one its command line makes.
 if __name__ == "__main__" and json.loads(sys.argv[1])["contender"] in ("moedge", "prepare"):
     from moedge.offload.memory import return_memory
-    from moedge.runtime.settings.process import settle
+    from moedge.runtime.settings.computing import settle
 
     settle()
     return_memory()
@@ -190,8 +190,7 @@ def planned(task: Task) -> Iterator[tuple[ModelSource, Plan, Path | None]]:
     from moedge.runtime.loading.prepare import store_for
     from moedge.runtime.plan.placement import Workload
     from moedge.runtime.plan.planner import make_plan
-    from moedge.runtime.settings.budgets import Budgets, MemoryBudget
-    from moedge.runtime.settings.settings import Settings
+    from moedge.runtime.settings.settings import Budgets, MemoryBudget, Settings
     from moedge.runtime.source.model_source import open_source
 
     torch.set_num_threads(task.threads)

@@ -5,8 +5,6 @@ An option takes part by being declared with a key, which is its flag without das
 for people.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 import re

@@ -18,7 +18,7 @@ from ...runtime.jobs.answer_stream import AnswerStream, is_kept
 from ...runtime.jobs.eta import Eta
 from ...runtime.jobs.request import BatchRequest
 from ...runtime.jobs.session import CANCELLED, Checked, Ended
-from ...runtime.rows.failure import ErrorCode
+from ...runtime.rows.row import ErrorCode
 from ...runtime.settings.errors import counted
 from ...runtime.settings.formatting import duration, kernel_lines, loss_line
 from ...runtime.settings.stages import watching

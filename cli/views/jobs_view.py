@@ -1,7 +1,5 @@
 """Shows jobs on the terminal: a table of all of them, and one in detail."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime

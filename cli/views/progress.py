@@ -3,8 +3,6 @@
 A job has rows; what is done before its first pass (loading, quantizing, measuring) comes in stages with bytes.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

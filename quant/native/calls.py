@@ -68,7 +68,8 @@ def look_up(codes: Tensor, numbers: Tensor) -> Tensor:
         return numbers[codes.int()]
     codes, table, out = codes.contiguous(), torch.zeros(256), torch.empty(codes.shape)
     table[: len(numbers)] = numbers
-    arguments = NativeBlocks(codes.data_ptr(), out.data_ptr(), codes.numel(), _BLOCK_TYPES["byte"], table.data_ptr())
+    byte = _BLOCK_TYPES["byte"]
+    arguments = NativeBlocks(codes.data_ptr(), out.data_ptr(), codes.numel(), byte, table.data_ptr())
     function("moedge_dequantize", POINTER(NativeBlocks))(byref(arguments))
     return out
 

@@ -46,9 +46,8 @@ from ..plan.placement import RING_EXPERTS, Placement, Plan, Workload, largest_ex
 from ..plan.planner import choose_dtype, make_plan
 from ..plan.rates import INTEGERS, WIDE
 from ..sampling.params import SamplingParams
-from ..settings.budgets import Budgets, MemoryBudget
 from ..settings.errors import DoesNotFit
-from ..settings.settings import Settings
+from ..settings.settings import Budgets, MemoryBudget, Settings
 from ..shape.model_shape import KVGroup, ModelShape
 from ..shape.shards import model_shards
 from ..source.model_source import ModelSource, open_source

@@ -25,9 +25,8 @@ from ..model.fused.layer import FusedLayer
 from ..model.runner import ModelRunner
 from ..plan.placement import Workload
 from ..sampling.params import SamplingParams
-from ..settings.budgets import Budgets
 from ..settings.errors import SettingError
-from ..settings.settings import Settings
+from ..settings.settings import Budgets, Settings
 from ..settings.stages import stage
 from ..shape.shards import ModelShards
 from ..source.model_source import ModelSource, open_source

@@ -32,8 +32,8 @@ from ..model.definition import define_stock
 from ..model.experts_seam import adapt_decoder
 from ..model.loading import CheckpointLoader
 from ..plan.candidate import SLACK_NBYTES
-from ..settings.budgets import MIB, process_nbytes
 from ..settings.errors import DoesNotFit
+from ..settings.settings import MIB, process_nbytes
 from ..settings.stages import Advance, stage
 from ..shape.config import CONFIG, ModelConfig
 from ..shape.model_shape import ModelShape

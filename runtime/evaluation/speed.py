@@ -22,9 +22,8 @@ from ..jobs.stop import DeferredInterrupt
 from ..jobs.summary import Seconds
 from ..loading.engine_loader import LoadedModel
 from ..sampling.params import SamplingParams
-from ..settings.budgets import Budgets
 from ..settings.errors import DoesNotFit, SettingError
-from ..settings.settings import Settings
+from ..settings.settings import Budgets, Settings
 from ..settings.stages import stage
 
 SCHEMA = "moedge.bench/1"

@@ -16,11 +16,11 @@ from typing import BinaryIO
 
 from platformdirs import user_state_path
 
-from ..rows.input_file import STDIN
+from ..rows.reader import STDIN
 from ..settings.errors import OutputRefused
 from .folder import JobFolder
 from .journal.journal import Journal
-from .journal.record import HEAD_NBYTES, decode_done
+from .journal.state import HEAD_NBYTES, decode_done
 from .outputs import OutputPaths, export_partial
 from .request import BatchRequest
 

@@ -23,10 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan.placement import Workload
-from ..rows.failure import ErrorCode, RowFailure, common_error
 from ..rows.fields import invalid_schema
 from ..rows.preflight import Preflight, located
-from ..rows.row import ChatPrompt, Prompt, Row, TextPrompt
+from ..rows.row import ChatPrompt, ErrorCode, Prompt, Row, RowFailure, TextPrompt, common_error
 from ..sampling.grammar import Grammars, GrammarState, SchemaError
 from ..sampling.params import SamplingParams
 from ..settings.errors import InputRefused, PromptError, counted

@@ -1,7 +1,5 @@
 """A job's folder beside its output: the journal, what belongs to it, and the lock that one process at a time holds."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -18,8 +16,8 @@ from pathlib import Path
 from typing import ClassVar, cast
 
 from ...offload.atomic_file import AtomicFile, write_atomically
-from ..rows.input_file import STDIN, open_input, open_regular, plain
 from ..rows.preflight import file_fingerprint
+from ..rows.reader import STDIN, open_input, open_regular, plain
 from ..rows.tables import InputFormat, convert
 from ..settings.errors import InputChanged, InputUnreadable, JobInUse, OutputRefused
 

@@ -25,8 +25,8 @@ from ..plan.memory_ledger import TierLedger
 from ..plan.placement import Plan, Workload
 from ..plan.planner import PlanResult, SearchSpace
 from ..rows.answer_formats import Answers
-from ..rows.failure import RowFailure
 from ..rows.reader import RowFile, read_rows
+from ..rows.row import RowFailure
 from ..text.tokenizer import Tokenizer
 from ..weights.key_offsets import KeyOffsets
 from .answer_stream import AnswerStream, partial_file
@@ -235,7 +235,6 @@ class Executor(Protocol):
     @property
     def policy(self) -> FallbackPolicy:
         """What memory made of the plan, with every fallback so far."""
-        ...
 
     @property
     def load_seconds(self) -> float: ...
@@ -243,7 +242,6 @@ class Executor(Protocol):
     @property
     def prediction(self) -> Prediction:
         """What to expect of the rows, as far as it is known after loading."""
-        ...
 
     @property
     def metrics(self) -> Metrics: ...
@@ -251,22 +249,18 @@ class Executor(Protocol):
     @property
     def num_workers(self) -> int | None:
         """Processes elsewhere that are ready to compute; None where this one computes."""
-        ...
 
     @property
     def expert_hit_rate(self) -> float | None:
         """The share of the experts that rows were routed to which were in memory; None if all are held."""
-        ...
 
     @property
     def key_offsets(self) -> KeyOffsets | None:
         """The offsets of quantized keys that its answers depend on."""
-        ...
 
     @property
     def loss(self) -> Mapping[str, float]:
         """What weights lost that were packed again, by group."""
-        ...
 
     @property
     def over_budget(self) -> tuple[TierLedger, ...]: ...
@@ -274,13 +268,11 @@ class Executor(Protocol):
     @property
     def expert_use(self) -> list[list[int]] | None:
         """How many tokens chose each expert, for each layer with experts; None where it is not known."""
-        ...
 
     def run(self) -> Running: ...
 
     def passes(self, session: JobSession, rows: RowSource) -> Generator[None]:
         """Computes all rows, and writes their answers into the journal; between two passes its counters are current."""
-        ...
 
     def summary(self, counts: Counts, seconds: Seconds) -> RunSummary: ...
 

@@ -35,14 +35,12 @@ from ..plan.plan_file import MOST_KEPT as ALL_RUNS
 from ..plan.planner import PlanRequest, PlanResult, choose_dtype, solve
 from ..plan.rates import rates_of
 from ..rows.tables import InputFormat
-from ..settings.budgets import Budgets, DeviceBudget, MemoryBudget, without_device
 from ..settings.errors import ModelNotFound, SettingError
-from ..settings.settings import Settings
+from ..settings.settings import Budgets, DeviceBudget, MemoryBudget, Settings, without_device
 from ..shape.model_shape import ModelShape
 from ..shape.shards import all_formats, checkpoint_nbytes
-from ..source.headers import Headers
 from ..source.hub import same_disk
-from ..source.model_source import ModelSource, prepared_nbytes, small_files
+from ..source.model_source import Headers, ModelSource, prepared_nbytes, small_files
 
 if TYPE_CHECKING:
     from ..engine.engine import Metrics

@@ -21,9 +21,8 @@ from ..plan.fallback import FallbackPolicy
 from ..plan.memory_ledger import TierLedger
 from ..plan.placement import Workload
 from ..plan.planner import PlanResult
-from ..settings.budgets import GIB, Budgets
 from ..settings.errors import OverBudget, SettingError
-from ..settings.settings import Settings
+from ..settings.settings import GIB, Budgets, Settings
 from ..source.model_source import ModelSource, open_source
 from ..text.tokenizer import Tokenizer
 from ..weights.key_offsets import MAX_TOKENS, TEXT, KeyOffsets

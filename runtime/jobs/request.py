@@ -20,16 +20,15 @@ from ...moe.streaming_order import DEFAULTS, ExpertOptions, Mode
 from ...offload.errors import BadStore
 from ...offload.store.manifest import MANIFEST, read_manifest
 from ..plan.planner import reads_integers
-from ..rows.columns import rows_as, settled
 from ..rows.fields import kwargs_setting
 from ..rows.row import Defaults
+from ..rows.row_formats import rows_as, settled
 from ..rows.tables import InputFormat, input_format
-from ..sampling.model_defaults import unset_names
-from ..settings.budgets import Budgets
+from ..sampling.params import unset_names
 from ..settings.errors import BadArgument, JobMismatch, SettingError
 from ..settings.option import options_of
 from ..settings.options import BatchOptions, Size, WorkloadOptions
-from ..settings.settings import Settings
+from ..settings.settings import Budgets, Settings
 from ..source.model_source import ModelSource, model_fingerprint
 from ..text.folder import has_chat_template
 from .journal.state import JobState

@@ -1,9 +1,9 @@
-"""A job's passes: rows from their source into the engine, answers into the journal. Knows no command line."""
-
-from __future__ import annotations
+"""A job's passes: rows from their source into the engine, answers into the journal; and `RowReader`, for whoever serves
+a loaded model to rows that come one by one. Knows no command line.
+"""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import astuple, dataclass, field, replace
 from itertools import islice
@@ -11,19 +11,19 @@ from typing import Any, Protocol, Self
 
 from ..engine.engine import Engine
 from ..engine.sequence import Sequence
-from ..rows.answer_formats import Answers, Completion, usage
-from ..rows.failure import CONTINUE_CUT, ErrorCode, RowFailure
+from ..loading.engine_loader import LoadedModel
+from ..rows.answer_formats import Answers, Completion, openai_answer, usage
 from ..rows.fields import invalid_schema
 from ..rows.reader import RowFile
-from ..rows.row import Row
-from ..sampling.params import FinishReason, TokenLogprob
+from ..rows.row import CONTINUE_CUT, Defaults, Endpoint, ErrorCode, Row, RowFailure
+from ..rows.row_formats import RowBuilder, RowPosition
+from ..sampling.params import FinishReason, TokenLogprob, model_defaults
 from ..text.chat_stream import ChatStream
+from ..text.messages import FunctionCall, split_calls
 from ..text.stream import TextStream
-from ..text.tool_calls import FunctionCall, split_calls
 from .encode import Choices, RowEncoder
 from .journal.journal import CutRows
-from .journal.record import CutChoice, Done
-from .journal.state import JobState
+from .journal.state import CutChoice, Done, JobState
 
 # Rows that go into work with one record of the journal.
 _ADMITTED_TOGETHER = 16
@@ -35,22 +35,18 @@ class RowSource(Protocol):
     @property
     def exhausted(self) -> bool:
         """Whether no more rows will come. Until then, `take` is called between passes."""
-        ...
 
     def take(self, most: int, alone: bool) -> Items[Row | RowFailure]:
         """Up to `most` rows to start now, in the order in which they are to run; none where none may start yet.
 
         `alone` says that nothing is in work, so a row that must run with no other may start.
         """
-        ...
 
     def digest(self, row: int) -> str:
         """16 hex digits that identify the line of a row."""
-        ...
 
     def partial(self, row: int) -> Items[CutChoice]:
         """What an earlier run generated for each choice of a row that is continued; empty for one that starts anew."""
-        ...
 
 
 class FileRows:
@@ -344,3 +340,44 @@ def _choice(completion: Completion) -> CutChoice:
 def _logprob(fields: Items[Any]) -> TokenLogprob:
     token_id, logprob, rank, top = fields
     return TokenLogprob(token_id, logprob, rank, tuple((each, value) for each, value in top))
+
+
+class RowReader:
+    """Bodies of OpenAI's API to rows, rows to sequences, and finished sequences to answers."""
+
+    def __init__(self, loaded: LoadedModel, model: str, seed: int) -> None:
+        """`model` is the name that answers carry, `seed` is for rows that do not say."""
+        shape = loaded.source.shape
+        self._model = model
+        self._longest = loaded.longest
+        self._tokenizer = loaded.tokenizer
+        self._encoder = RowEncoder(self._tokenizer, shape.vocab, shape.context, self._longest, most=self._longest)
+        self._builder = RowBuilder(Defaults(seed=seed, **model_defaults(loaded.source.folder).values))
+
+    def row(self, body: Mapping[str, Any], endpoint: Endpoint, row_id: str) -> Row:
+        """Raises InvalidRow."""
+        return self._builder.build(body, endpoint, RowPosition(0, 1, row_id))
+
+    def open(self, row: Row, most: int | None = None) -> OpenRow | RowFailure:
+        """The row's sequences, for an engine; one thread at a time. Raises TokenizerError.
+
+        With `most`, answers may have so many tokens, as far as they fit, where the row's max_tokens are fewer.
+        """
+        choices = self._encoder.encode(row)
+        if isinstance(choices, RowFailure):
+            return choices
+        if most is not None:
+            left = self._longest - max(len(token_ids) for token_ids, _ in choices)
+            most = max(row.params.max_tokens, min(most, left))
+            choices = [(token_ids, replace(params, max_tokens=most)) for token_ids, params in choices]
+        return OpenRow.start(row, choices, self._encoder)
+
+    def answer(self, opened: OpenRow, created: int) -> dict[str, Any] | RowFailure:
+        """The body of OpenAI's response once all sequences are finished; `created` is the second since 1970."""
+        completions = opened.completions()
+        if isinstance(completions, RowFailure):
+            return completions
+        answer = openai_answer(opened.row, completions, self._model, created, self._tokenizer.token_text)
+        body: dict[str, Any] = answer["response"]["body"]
+        body["usage"]["prompt_tokens_details"] = {"cached_tokens": opened.cached_tokens}
+        return body

@@ -20,19 +20,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from ...offload.stream.stream import StreamBroken
-from ..rows.input_file import STDIN, Fingerprint, packed, prefix_digest
 from ..rows.preflight import Preflight, preflight
-from ..rows.reader import RowIndex
+from ..rows.reader import STDIN, Fingerprint, RowIndex, packed, prefix_digest
 from ..rows.row import Defaults
 from ..rows.tables import InputFormat, input_format
-from ..sampling.model_defaults import ModelDefaults, model_defaults
+from ..sampling.params import ModelDefaults, model_defaults
 from ..settings.errors import ExportFailed, InputChanged, InputRefused, JobMismatch, JournalFailed, Stalled, counted
 from ..settings.settings import Settings
 from ..source.model_source import ModelSource, open_source
 from .folder import JobFolder, JobLock, json_lines, now_text, regular_input
 from .journal.journal import CutRows, Journal, Mark, read_answers
-from .journal.record import FINISHED
-from .journal.state import JobState, read_state
+from .journal.state import FINISHED, JobState, read_state
 from .outputs import OutputPaths, claim_output, export, export_partial, is_exported, refuse_foreign_outputs
 from .request import (
     BatchRequest,

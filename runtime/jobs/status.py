@@ -18,11 +18,9 @@ from platformdirs import user_state_path
 from ..settings.applications import hooks
 from ..settings.errors import JobInUse, JobMismatch, JobNotFound, OutputExists, counted
 from .folder import JobFolder, JobLock, is_locked, now_text
-from .journal.journal import Journal, read_answer
-from .journal.record import FINISHED, Done
-from .journal.repair import Repaired, repair
+from .journal.journal import Journal, Repaired, read_answer, repair
 from .journal.run_log import LoggedRun, read_runs
-from .journal.state import Counts, JobState, read_state
+from .journal.state import FINISHED, Counts, Done, JobState, read_state
 from .outputs import OutputPaths, check_folder, export_partial
 
 

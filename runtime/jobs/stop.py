@@ -127,11 +127,9 @@ class Weights(Protocol):
     @property
     def nbytes_moved(self) -> int:
         """Grows while bytes move."""
-        ...
 
     def fail(self, cause: BaseException) -> None:
         """Everyone who waits for bytes gets an error from now on."""
-        ...
 
 
 class StallGuard:

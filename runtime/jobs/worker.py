@@ -3,8 +3,6 @@
 It knows nothing of Ray and of the journal: rows come and answers go with each call of `work`.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import time
@@ -27,16 +25,14 @@ from ..plan.placement import Workload
 from ..plan.planner import PlanResult
 from ..rows.answer_formats import Answers
 from ..rows.row import Defaults, Row
-from ..settings.budgets import Budgets
 from ..settings.errors import DoesNotFit, JobMismatch
-from ..settings.settings import Settings
+from ..settings.settings import Budgets, Settings
 from ..source.model_source import ModelSource, open_source
 from ..text.tokenizer import Tokenizer
 from ..weights.key_offsets import KeyOffsets
 from .encode import RowEncoder
 from .folder import JobFolder
-from .journal.record import CutChoice, Done
-from .journal.state import Counts
+from .journal.state import Counts, CutChoice, Done
 from .lifecycle import load_model, plan_model, profile_model
 from .report import summarise
 from .request import identity

@@ -13,8 +13,15 @@ from ...offload.machine.profile import Machine
 from ...offload.memory import host_resident
 from ...quant.kernels.operands import Gpu
 from ..plan.planner import choose_dtype
-from ..settings.budgets import LIBRARIES_NBYTES, PROCESS_NBYTES, Budgets, DeviceBudget, MemoryBudget, without_device
-from ..settings.settings import Settings
+from ..settings.settings import (
+    LIBRARIES_NBYTES,
+    PROCESS_NBYTES,
+    Budgets,
+    DeviceBudget,
+    MemoryBudget,
+    Settings,
+    without_device,
+)
 from ..shape.model_shape import ModelShape
 from .selftest import KernelNeeds, usable_kernels, usual_needs
 

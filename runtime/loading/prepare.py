@@ -25,9 +25,8 @@ from ...quant.tensor import TORCH_DTYPES
 from ..model.definition import define
 from ..plan.placement import Plan, Workload
 from ..plan.planner import budget_range, make_plan
-from ..settings.budgets import Budgets, MemoryBudget
 from ..settings.errors import DoesNotFit, SettingError
-from ..settings.settings import Settings
+from ..settings.settings import Budgets, MemoryBudget, Settings
 from ..settings.stages import Advance, stage
 from ..shape.config import ModelConfig
 from ..shape.model_shape import shape_to_json

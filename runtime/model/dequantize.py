@@ -207,13 +207,13 @@ def _q8_0(raw: Tensor, shape: tuple[int, int]) -> Codes:
 
 def _q4_0(raw: Tensor, shape: tuple[int, int]) -> Codes:
     blocks = raw.view(shape[0], -1, 2 + _GROUP // 2)
-    return Codes(shape, _nibbles(blocks[..., 2:], shape[1]), (1, _GROUP), _halves(blocks), 8)
+    return Codes(shape, _halved_blocks(blocks[..., 2:], shape[1]), (1, _GROUP), _halves(blocks), 8)
 
 
 def _mxfp4(raw: Tensor, shape: tuple[int, int]) -> Codes:
     blocks = raw.view(shape[0], -1, 1 + _GROUP // 2)
     scale = torch.exp2(blocks[..., 0].float() - BIAS)
-    return Codes(shape, _nibbles(blocks[..., 1:], shape[1]), (1, _GROUP), scale, 0, torch.tensor(E2M1))
+    return Codes(shape, _halved_blocks(blocks[..., 1:], shape[1]), (1, _GROUP), scale, 0, torch.tensor(E2M1))
 
 
 def _halves(blocks: Tensor) -> Tensor:
@@ -221,7 +221,7 @@ def _halves(blocks: Tensor) -> Tensor:
     return blocks[..., :2].contiguous().view(torch.float16).squeeze(-1).float()
 
 
-def _nibbles(packed: Tensor, num_columns: int) -> Callable[[int, int], Tensor]:
+def _halved_blocks(packed: Tensor, num_columns: int) -> Callable[[int, int], Tensor]:
     """Codes of blocks whose low bits hold the first half."""
 
     def rows(begin: int, end: int) -> Tensor:
@@ -299,7 +299,7 @@ def read_codes(checkpoint: Checkpoint, weight: QuantizedWeight, expert: int | No
                 f"{described(weight.tensors['order'])} has {int(order.min())} to {int(order.max())}, wanted groups "
                 f"from 0 to {scale.shape[1] - 1}"
             )
-        if torch.equal(order, torch.arange(columns) // (weight.group[1] or columns)):
+        if torch.equal(order.long(), torch.arange(columns) // (weight.group[1] or columns)):
             # Runs of columns, as most files say that have an order at all.
             order = None
     return Codes(
@@ -408,7 +408,7 @@ def _awq(codes: Tensor, bits: int, num_columns: int) -> _Rows:
 
 def _low_nibbles(codes: Tensor, bits: int, num_columns: int) -> _Rows:
     rows = codes.reshape(-1, num_columns // 2)
-    return lambda begin, end: _nibbles(rows[begin:end].view(torch.uint8))
+    return lambda begin, end: _each_nibble(rows[begin:end].view(torch.uint8))
 
 
 def _high_nibbles(codes: Tensor, bits: int, num_columns: int) -> _Rows:
@@ -440,13 +440,13 @@ def _unpacked(words: Tensor, bits: int, count: int) -> Tensor:
     if bits == 8:
         return data[:, :count]
     if bits == 4:
-        return _nibbles(data)[:, :count]
+        return _each_nibble(data)[:, :count]
     stream = np.unpackbits(data.numpy(), axis=1, bitorder="little")[:, : count * bits]
     codes = np.packbits(stream.reshape(len(stream), count, bits), axis=2, bitorder="little")
     return torch.from_numpy(codes.reshape(len(stream), count))
 
 
-def _nibbles(data: Tensor) -> Tensor:
+def _each_nibble(data: Tensor) -> Tensor:
     """The codes [n, 2 * B] of uint8 [n, B], the lower half of each byte first: both at once, as a number of 16 bits."""
     wide = data.to(torch.int16)
     return (wide | wide << 4).bitwise_and_(0x0F0F).view(torch.uint8)
@@ -505,8 +505,7 @@ def _row_planes(layout: Layout) -> Iterator[tuple[Plane, int]]:
 
 def _kept_rows(codes: Codes, weight: QuantizedWeight) -> Tensor:
     # Codes are kept where groups are runs of columns; headers do not show it.
-    order = codes.columns
-    if order is not None and not torch.equal(order, torch.arange(codes.shape[1]) // weight.group[1]):
+    if codes.columns is not None:
         raise BadCheckpoint(
             f"{described(weight.tensors['order'])} orders the inputs, and config.json says nothing of desc_act; "
             "correct it there"

@@ -19,7 +19,7 @@ from ...quant.native.library import CONSTANTS
 from ...quant.scratch import fused_row_nbytes, whole_vectors
 from ..attention.choice import EXPANDED_NBYTES, GATHERED_NUMEL, PARTIALS_NBYTES, ROWS, SCORED_NUMEL
 from ..kv.spec import BLOCK_TOKENS, SCAN_TOKENS, SCANNED_TOKENS, STEP_NBYTES, KVSpec, StateSpec, state_format
-from ..settings.budgets import MIB, DeviceBudget, encoder_nbytes, process_nbytes
+from ..settings.settings import MIB, DeviceBudget, encoder_nbytes, process_nbytes
 from ..shape.model_shape import ExpertsShape, LayerShape, Matrix, ModelShape
 from ..shape.shards import (
     ITEM_NBYTES,

@@ -16,7 +16,7 @@ from ...offload.machine.presets import SHARED_HEADS, TORCH_ATTENTION, sampling_s
 from ...offload.machine.profile import ATTENTION, LATENTS, TOGETHER
 from ...quant.formats.format import CODE_BITS, get_format
 from ..kv.spec import KVSpec
-from ..settings.budgets import DeviceBudget
+from ..settings.settings import DeviceBudget
 from ..shape.model_shape import ExpertsShape, Matrix, ModelShape
 from ..shape.shards import ModelShards, model_shards
 from .candidate import Candidate, WeightFootprint, fuses, may_fuse

@@ -12,8 +12,8 @@ from typing import Any, Self
 
 from ...offload.memory import host_peak
 from ..kv.spec import KVSpec
-from ..settings.budgets import MIB
 from ..settings.errors import DoesNotFit
+from ..settings.settings import MIB
 from ..shape.model_shape import ModelShape
 from ..shape.shards import copied_nbytes, resident_nbytes
 from .placement import LOADING_NBYTES, Plan

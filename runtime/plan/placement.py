@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ...offload.memory import KEPT_NBYTES
-from ..settings.budgets import GIB, MIB, MemoryBudget
 from ..settings.errors import DoesNotFit
+from ..settings.settings import GIB, MIB, MemoryBudget
 from ..shape.model_shape import ModelShape
 from ..shape.shards import ITEM_NBYTES, ModelShards, resident_nbytes
 

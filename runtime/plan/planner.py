@@ -17,9 +17,8 @@ from ...quant.kernels.operands import Gpu, dotted, interpreted
 from ...quant.native import library
 from ..attention.choice import NO_LATENTS, AttentionNeeds, choose_attention, stores_by_kernel
 from ..kv.spec import SCAN_CHUNK, KVSpec
-from ..settings.budgets import GIB, MIB, DeviceBudget, MemoryBudget, encoder_nbytes
 from ..settings.errors import DoesNotFit, SettingError
-from ..settings.settings import Settings
+from ..settings.settings import GIB, MIB, DeviceBudget, MemoryBudget, Settings, encoder_nbytes
 from ..shape.model_shape import ModelShape
 from ..shape.read import OUTER, SMALL
 from ..shape.shards import BESIDE_KEPT, SMALLEST_FORMATS, offered_formats, settled_format

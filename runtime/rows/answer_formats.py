@@ -3,8 +3,6 @@
 A line is a function of the row, its completions, the model's name and the job's start; nothing else.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,9 +11,8 @@ from itertools import accumulate
 from typing import Any
 
 from ..sampling.params import FinishReason, TokenLogprob
-from ..text.tool_calls import FunctionCall
-from .failure import ErrorCode, RowFailure
-from .row import Endpoint, Row
+from ..text.messages import FunctionCall
+from .row import Endpoint, ErrorCode, Row, RowFailure
 
 # The text of a token id, and its bytes: None where they are not known; alone they need not be whole characters.
 TokenText = Callable[[int], tuple[str, bytes | None]]

@@ -5,8 +5,6 @@ text/messages.py; what a JSON schema may say is checked by `Schemas`, once for a
 end name the fields that are read, those that cannot change an answer, and those that would.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,11 +17,8 @@ from ..sampling.grammar import ANY_OBJECT, AnswerForm, Lark, SchemaError, compil
 from ..sampling.params import LIMITS, Limit
 from ..settings.errors import SettingError, shown
 from ..settings.options import ReasoningEffort
-from ..text.messages import BadMessage, MessageFault, joined, read_messages
-from ..text.tool_calls import read_tools
-from .failure import ErrorCode, InvalidRow
-from .row import ChatPrompt, Endpoint, Message, TextPrompt, TokenPrompt
-from .strict_json import parse_object
+from ..text.messages import BadMessage, MessageFault, joined, read_messages, read_tools
+from .row import ChatPrompt, Endpoint, ErrorCode, InvalidRow, Message, TextPrompt, TokenPrompt, parse_object
 
 T = TypeVar("T")
 MAX_STOP = 16

@@ -1,7 +1,5 @@
 """The whole input read once before anything is loaded: what it holds, and whether the job may start."""
 
-from __future__ import annotations
-
 import os
 from array import array
 from collections import Counter
@@ -11,10 +9,8 @@ from dataclasses import dataclass, field
 from io import BufferedReader
 
 from ..settings.errors import counted
-from .failure import ErrorCode, RowFailure, Severity, common_error
-from .input_file import Fingerprint, HashingReader, open_regular
-from .reader import RowIndex, rows_from
-from .row import Defaults, Endpoint, Row
+from .reader import Fingerprint, HashingReader, RowIndex, open_regular, rows_from
+from .row import Defaults, Endpoint, ErrorCode, Row, RowFailure, Severity, common_error
 
 MAX_LISTED = 20
 _FEW = 3

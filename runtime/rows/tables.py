@@ -4,8 +4,6 @@ A job reads its rows several times and at random, so another format is converted
 row becomes the n-th line. What a row means is not known here: a table's columns become the fields of a short row.
 """
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json
@@ -23,10 +21,10 @@ from typing import Any
 
 from ...offload.atomic_file import AtomicFile
 from ..settings.errors import InputRefused, MissingExtra
-from .columns import TEXT_COLUMN
-from .failure import InvalidRow
 from .fields import FIELDS
-from .input_file import STDIN, DamagedZstd, Stream, open_input, plain
+from .reader import STDIN, DamagedZstd, Stream, open_input, plain
+from .row import InvalidRow
+from .row_formats import TEXT_COLUMN
 
 # As long as a line of JSON may be.
 MAX_ROW_NBYTES = 16 << 20

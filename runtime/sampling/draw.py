@@ -3,8 +3,6 @@
 The random number of a token is a pure function of its seed, sample and position, without state to restore.
 """
 
-from __future__ import annotations
-
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable

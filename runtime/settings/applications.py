@@ -1,7 +1,5 @@
 """Applications (`apps/`), each of which may be left out: found by name, and asked for what they add to the core."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any

@@ -1,7 +1,5 @@
 """The errors of the runtime. Every message says what was found, what was expected and what to do."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from collections.abc import Iterator

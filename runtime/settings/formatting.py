@@ -1,7 +1,5 @@
 """Formats numbers for people (bytes: `gib` in offload/budget.py), and escapes untrusted text for the terminal."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping

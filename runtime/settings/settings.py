@@ -1,8 +1,21 @@
-"""How a model is to be computed: what the user fixes, and what is left to the planner. Torch-free."""
+"""How a model is to be computed, and within what memory: what the user fixes, sizes as users write them with their
+bytes on this machine, and what is left to the planner. Torch-free.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ...offload.budget import BadSize, auto_device, auto_host, gib, parse_size
+from ...offload.machine.hardware import Hardware
+from ...offload.memory import host_available, host_total
+from ...quant.kernels.operands import Gpu, Lacks
+from .errors import SettingError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,3 +34,166 @@ class Settings:
     deterministic: bool = False
     compute: str = "auto"
     attention: str = "auto"
+
+
+MIB = 1 << 20
+GIB = 1 << 30
+# torch, transformers and bitsandbytes imported, threads started, before any model.
+PROCESS_NBYTES = 576 * MIB
+# torch's builds for CUDA take more of it, also where no GPU computes: 316 MiB with torch 2.11 for CUDA 13.
+_CUDA_BUILD_NBYTES = 320 * MIB
+# What CUDA loads with its first kernels, in either memory: modules, handles and workspaces of cuBLAS.
+LIBRARIES_NBYTES = 256 * MIB
+# The most that a context takes, for plans that open no device (offload/device.py finds what it really takes).
+ASSUMED_CONTEXT_NBYTES = 640 * MIB
+WITHOUT_KERNELS = Gpu((0, 0), 1, Lacks.everything("its kernels were never tried on this GPU; run `moedge doctor`"))
+
+
+@cache
+def process_nbytes() -> int:
+    """Host memory of a process that computes on the CPU, before any model, with the torch that is installed here."""
+    found = find_spec("torch")
+    folders = [] if found is None else found.submodule_search_locations or []
+    built = any((Path(each) / "lib" / "libtorch_cuda.so").is_file() for each in folders)
+    return PROCESS_NBYTES + (_CUDA_BUILD_NBYTES if built else 0)
+
+
+# A prompt of more UTF-8 bytes is counted piece by piece before it is encoded whole, and refused where it has more than
+# so many for each token that it may have.
+ENCODED_NBYTES, TEXT_NBYTES_PER_TOKEN = 64 << 10, 16
+# What tokenizers takes for each byte of a text at most: offsets, alignments, words; for long tokens half of it.
+_ENCODER_FACTOR = 300
+
+
+def encoder_nbytes(tokens: int) -> int:
+    """Host memory that encoding one prompt takes, where none of more than `tokens` runs."""
+    return _ENCODER_FACTOR * max(ENCODED_NBYTES, TEXT_NBYTES_PER_TOKEN * tokens // 2)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBudget:
+    """`nbytes` of GPU memory; the driver and libraries take `context_nbytes` of them.
+
+    `process_nbytes` is what the process has taken of host memory with CUDA loaded. Kernels are chosen by `gpu`; where
+    nothing is known of it, torch computes everything.
+    """
+
+    nbytes: int
+    context_nbytes: int
+    process_nbytes: int
+    gpu: Gpu = WITHOUT_KERNELS
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBudget:
+    """The bytes that a run may use of every tier.
+
+    `device` is None if the CPU computes. `disk_nbytes` bounds the store of weights that stream from disk; None
+    is as much as the store takes.
+    """
+
+    host_nbytes: int
+    device: DeviceBudget | None = None
+    disk_nbytes: int | None = None
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes of memory by tier, the fastest tier first."""
+        device = {} if self.device is None else {"device": self.device.nbytes}
+        return device | {"host": self.host_nbytes}
+
+    def with_tier(self, tier: str, nbytes: int) -> MemoryBudget:
+        """The same with another budget of "host" or "device" memory."""
+        if tier == "host" or self.device is None:
+            return replace(self, host_nbytes=nbytes)
+        return replace(self, device=replace(self.device, nbytes=nbytes))
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> MemoryBudget:
+        """The inverse of `dataclasses.asdict`. Raises TypeError or KeyError for anything else."""
+        device = content["device"]
+        if device is not None:
+            capability, processors, lacks = device["gpu"]
+            device = DeviceBudget(**{**device, "gpu": Gpu(tuple(capability), processors, Lacks(*lacks))})
+        return cls(**{**content, "device": device})
+
+
+def within(option: str, text: str, nbytes: int, total: int) -> int:
+    """`nbytes`, which `text` means. Raises BadSize where the machine has less: the kernel would end such a job."""
+    if nbytes > total:
+        owner = "the GPU" if option == "--gpu-mem" else "this machine"
+        raise BadSize(f"{option} {text} is more than {owner} has ({gib(total)}); give at most {total // MIB}MiB")
+    return nbytes
+
+
+def wants_device(gpu_mem: str) -> bool:
+    """Whether a GPU may compute under a budget of this text."""
+    return gpu_mem.strip() != "0"
+
+
+def without_device(gpu_mem: str) -> None:
+    """Raises SettingError where a budget of this text asks for a device: this machine has none."""
+    if wants_device(gpu_mem) and not gpu_mem.strip().lower().startswith("auto"):
+        raise SettingError(
+            f"--gpu-mem {gpu_mem} was asked for and CUDA finds no device here; "
+            "give --gpu-mem 0 to compute on the CPU, or check `nvidia-smi`"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budgets:
+    """Sizes as people write them; `disk` bounds all stores together, `disk_dir` is the folder of the stores."""
+
+    ram: str = "auto"
+    disk: str = "auto"
+    disk_dir: Path | None = None
+    gpu_mem: str = "auto"
+
+    def expected(
+        self, hardware: Hardware, tried: Mapping[str, str] | None = None, *, elsewhere: bool = False
+    ) -> MemoryBudget:
+        """The bytes of the budgets on `hardware`, whose device is not opened: its context is assumed to be large.
+
+        `tried` says why kernels of its GPU do not run, by family; None where they were never tried.
+        `elsewhere` means another machine than this one, all of whose memory counts as available. Raises SettingError,
+        BadSize.
+        """
+        ram = hardware.ram_nbytes
+        host = parse_size(self.ram, ram, ram, auto_host) if elsewhere else self.host_nbytes()
+        return MemoryBudget(host, self._expected_device(hardware, tried, elsewhere), self.disk_nbytes())
+
+    def host_nbytes(self) -> int:
+        """Bytes of this machine's memory. Raises BadSize, where there is less, too."""
+        return within("--ram", self.ram, parse_size(self.ram, host_total(), host_available()), host_total())
+
+    def device_nbytes(self, total: int, available: int) -> int:
+        """Bytes of a device's memory. Raises BadSize, where there is less, too."""
+        return within("--gpu-mem", self.gpu_mem, parse_size(self.gpu_mem, total, available, auto_device), total)
+
+    def disk_nbytes(self) -> int | None:
+        """None for auto: what the store needs, minus a reserve. Raises BadSize."""
+        return None if self.disk == "auto" else parse_size(self.disk, 0, 0)
+
+    @property
+    def wants_device(self) -> bool:
+        return wants_device(self.gpu_mem)
+
+    def _expected_device(
+        self, hardware: Hardware, tried: Mapping[str, str] | None, elsewhere: bool
+    ) -> DeviceBudget | None:
+        """The budget of the first GPU."""
+        if not self.wants_device:
+            return None
+        if not hardware.gpus:
+            without_device(self.gpu_mem)
+            return None
+        first = hardware.gpus[0]
+        nbytes = self.device_nbytes(first.nbytes, first.nbytes)
+        gpu = WITHOUT_KERNELS._replace(processors=max(1, first.processors))
+        if first.capability:
+            major, minor = first.capability.split(".")
+            gpu = gpu._replace(capability=(int(major), int(minor)))
+        if tried is not None:
+            gpu = gpu._replace(lacks=Lacks(*(tried.get(family, "") for family in Lacks._fields)))
+        context, process = ASSUMED_CONTEXT_NBYTES + LIBRARIES_NBYTES, PROCESS_NBYTES + LIBRARIES_NBYTES
+        return DeviceBudget(nbytes, context, process, gpu)

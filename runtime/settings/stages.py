@@ -4,8 +4,6 @@ Code that works opens a `stage` and calls `advance` on it; it knows nobody who w
 with `watching`. Without a watcher, a stage costs nothing. A stage within another one is part of it and is not reported.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar

@@ -1,7 +1,5 @@
 """Finds the files of a model: in a folder, or in the local cache of the hub. Torch-free."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

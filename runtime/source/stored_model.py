@@ -4,8 +4,6 @@ A prepared store opens without its checkpoint. Knows what is in it; where stores
 `loading/prepare.py`'s business.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path

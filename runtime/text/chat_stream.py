@@ -6,8 +6,6 @@ because special tokens leave no text; only a mark that no added token spells is 
 is a function of the prompt and the tokens, so an answer does not depend on the batch.
 """
 
-from __future__ import annotations
-
 import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +14,8 @@ from enum import Enum, auto
 
 from tokenizers import Tokenizer
 
-from .detokenizer import Decoding
-from .stream import TextStream
-from .tool_calls import FunctionCall
+from .messages import FunctionCall
+from .stream import Decoding, TextStream
 
 # (beginning, end, what the model writes first): families that have a mark of their own.
 _PAIRS = (

@@ -4,8 +4,6 @@ Limits bound memory. Landlock and a seccomp filter hold native code, too, which 
 it is for good, and inherited by whatever the process starts.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mimetypes
 import os

@@ -13,14 +13,13 @@ from typing import Any, NamedTuple, Self
 
 from tokenizers import Tokenizer as Backend
 
-from ..settings.budgets import ENCODED_NBYTES, TEXT_NBYTES_PER_TOKEN
 from ..settings.errors import PromptError, TokenizerError
+from ..settings.settings import ENCODED_NBYTES, TEXT_NBYTES_PER_TOKEN
 from .chat_stream import ChatStream, Harmony, StreamOptions, find_format, open_stream
 from .control_tokens import ControlTokens, Marks, Piece, PlainText, bounded_encoding, check_text
-from .detokenizer import decoding
 from .folder import TokenizerFolder, read_folder
 from .messages import Message
-from .stream import TextStream
+from .stream import TextStream, decoding
 from .template import ChatTemplate
 
 # What one piece is, and the tokens by which two pieces may differ from the text that they are cut from.

@@ -3,8 +3,6 @@
 The library that reads such files believes them: a file of kilobytes may ask for gigabytes.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping

@@ -27,8 +27,8 @@ from ..model.definition import LayerAssembly
 from ..model.dequantize import WIDENING_NBYTES, planes_of_rows
 from ..model.loading import CheckpointLoader, refuse_nonfinite
 from ..plan.candidate import SLACK_NBYTES
-from ..settings.budgets import MIB, process_nbytes
 from ..settings.errors import DoesNotFit
+from ..settings.settings import MIB, process_nbytes
 from ..settings.stages import Advance
 from ..shape.model_shape import LayerShape, ModelShape
 from ..shape.quantized import ModelTensors

@@ -61,7 +61,7 @@ def test_a_row_that_alone_exceeds_the_cache_fails_and_is_counted_before_the_run(
     from moedge.runtime.plan.memory_ledger import MemoryLedger
     from moedge.runtime.plan.placement import Workload
     from moedge.runtime.plan.planner import budget_range
-    from moedge.runtime.settings.budgets import MemoryBudget
+    from moedge.runtime.settings.settings import MemoryBudget
 
     rows = [{"id": f"{n}", "prompt": "x" * n, "max_tokens": 2} for n in (10, 20, 400, 60, 300)]
     plan_job = lifecycle.plan_job

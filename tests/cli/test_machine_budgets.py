@@ -19,7 +19,7 @@ from moedge.offload.machine import presets
 from moedge.offload.machine.profile import Machine, save_machine
 from moedge.offload.store.stores import RESERVE_NBYTES
 from moedge.runtime.jobs import job_plan
-from moedge.runtime.settings import budgets
+from moedge.runtime.settings import settings
 from support import recorded_machine
 from support.recorded_machine import CONFIG, GIB, RECORDED
 
@@ -130,9 +130,9 @@ def test_budgets_above_the_machine_are_refused_with_both_numbers(said: Said, mac
 
 
 def test_a_gpu_budget_above_the_gpu_is_refused() -> None:
-    asked = budgets.Budgets(gpu_mem="48GiB", ram="1GiB")
+    asked = settings.Budgets(gpu_mem="48GiB", ram="1GiB")
     for elsewhere in (False, True):
-        with pytest.raises(budgets.BadSize, match=r"--gpu-mem 48GiB is more than the GPU has \(8\.00 GiB\)"):
+        with pytest.raises(settings.BadSize, match=r"--gpu-mem 48GiB is more than the GPU has \(8\.00 GiB\)"):
             asked.expected(RECORDED.hardware, elsewhere=elsewhere)
 
 
@@ -150,7 +150,7 @@ def test_curves_are_round_and_end_at_what_the_machine_has(
     here = replace(RECORDED, hardware=replace(RECORDED.hardware, gpus=()))
     monkeypatch.setattr(job_plan, "find_hardware", lambda folder: here.hardware)
     monkeypatch.setattr(job_plan, "load_machine", lambda hardware, path: here)
-    monkeypatch.setattr(budgets, "host_total", lambda: 32 * GIB)
+    monkeypatch.setattr(settings, "host_total", lambda: 32 * GIB)
     assert [value / GIB for value in curve("--ram", "20.3GiB")] == pytest.approx([10, 15, 20, 20.3, 30])
 
 

@@ -21,10 +21,16 @@ import pytest
 from moedge import plan_report
 from moedge.apps.doctor import examination
 from moedge.apps.doctor.examination import Examination
-from moedge.apps.doctor.finding import fail
-from moedge.apps.doctor.host import HostMemoryFacts, check_hub_cache, check_memory, check_open_files
-from moedge.apps.doctor.packages import check_torch
-from moedge.apps.doctor.speeds import check_age, speed_findings
+from moedge.apps.doctor.host import (
+    HostMemoryFacts,
+    check_age,
+    check_hub_cache,
+    check_memory,
+    check_open_files,
+    check_torch,
+    fail,
+    speed_findings,
+)
 from moedge.cli import check as cli_check
 from moedge.cli.views import jobs_view, progress
 from moedge.offload.machine.hardware import Driver

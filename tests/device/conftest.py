@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from moedge.runtime.loading.prepare import prepare
-from moedge.runtime.settings.budgets import Budgets
-from moedge.runtime.settings.process import ALLOCATOR, ALLOCATOR_VARIABLES
+from moedge.runtime.settings.computing import ALLOCATOR, ALLOCATOR_VARIABLES
+from moedge.runtime.settings.settings import Budgets
 from moedge.runtime.source.model_source import open_source
 from support.device import expert_modes, fake_device
 from support.device import host_cost as costs

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from moedge.offload.device import HostMemory
 from moedge.offload.errors import is_out_of_memory
-from moedge.runtime.settings.process import ALLOCATOR_VARIABLES
+from moedge.runtime.settings.computing import ALLOCATOR_VARIABLES
 
 MIB = 1 << 20
 PAGE = 4096

@@ -20,7 +20,7 @@ from moedge.runtime.kv.cache import ParkingMemory
 from moedge.runtime.kv.spec import KVSpec
 from moedge.runtime.loading import machine_memory as tiers
 from moedge.runtime.loading.engine_loader import load_engine
-from moedge.runtime.settings.budgets import LIBRARIES_NBYTES, Budgets
+from moedge.runtime.settings.settings import LIBRARIES_NBYTES, Budgets
 from moedge.runtime.shape.model_shape import KVGroup
 from moedge.runtime.weights import streaming as lanes
 

@@ -30,9 +30,8 @@ from moedge.runtime.plan.cost_model import CostModel
 from moedge.runtime.plan.placement import Plan, Workload
 from moedge.runtime.plan.plan_file import document, load_plan
 from moedge.runtime.plan.planner import PlanRequest, solve
-from moedge.runtime.settings.budgets import DeviceBudget, MemoryBudget
 from moedge.runtime.settings.errors import SettingError
-from moedge.runtime.settings.settings import Settings
+from moedge.runtime.settings.settings import DeviceBudget, MemoryBudget, Settings
 from support.row_files import read_rows, write_rows
 
 AMPERE, TURING = (8, 6), (7, 5)

@@ -20,8 +20,8 @@ from moedge.runtime.plan.cost_model import CostModel
 from moedge.runtime.plan.fallback import Fallback, FallbackPolicy
 from moedge.runtime.plan.placement import Plan
 from moedge.runtime.plan.planner import PlanRequest
-from moedge.runtime.settings.budgets import DeviceBudget, MemoryBudget
 from moedge.runtime.settings.errors import MemoryGaveOut
+from moedge.runtime.settings.settings import DeviceBudget, MemoryBudget
 
 ALL = ExpertOptions(Mode.ALL)
 GAVE_OUT = "CUDA out of memory, as told"

@@ -8,9 +8,8 @@ import pytest
 from moedge.quant.kernels.operands import Gpu, Lacks
 from moedge.runtime.plan.placement import LOADING_NBYTES, MIN_RING_EXPERTS, Workload, device_ring
 from moedge.runtime.plan.planner import budget_range, make_plan
-from moedge.runtime.settings.budgets import WITHOUT_KERNELS, DeviceBudget, MemoryBudget
 from moedge.runtime.settings.errors import DoesNotFit
-from moedge.runtime.settings.settings import Settings
+from moedge.runtime.settings.settings import WITHOUT_KERNELS, DeviceBudget, MemoryBudget, Settings
 from moedge.runtime.shape.shards import model_shards, resident_nbytes
 from support.known_shapes import known_shape
 

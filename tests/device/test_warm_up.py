@@ -74,7 +74,7 @@ def test_too_little_memory_to_warm_up_in_is_no_error(
     def give_out(*arguments: Any) -> None:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr("moedge.runtime.loading.rehearsal.bind_zeros", give_out)
+    monkeypatch.setattr("moedge.runtime.loading.engine_loader.bind_zeros", give_out)
     tiny = case("mixtral")
     with fakes.FakeDevice(2, capability=AMPERE) as fake:
         load_engine(tiny.source, tiny.plan(fake.device), None, fake.device).close()

@@ -18,7 +18,7 @@ import torch
 
 from matrix.state import Part
 from moedge.runtime.loading.prepare import prepare
-from moedge.runtime.settings.budgets import Budgets
+from moedge.runtime.settings.settings import Budgets
 from moedge.runtime.source.model_source import open_source
 from support.device import expert_modes, fake_device, tiny_engine
 from support.tiny_families import save_tiny

@@ -20,6 +20,7 @@ TESTS = {
     "a server's files and batches": "tests/apps/serve/test_storage.py",
     "tokenizers and other small files": "tests/hostile/test_small_files.py",
     "whole commands": "tests/cli/test_failing_calls.py",
+    "served batches": "tests/apps/serve/test_failing_calls.py",
     "rows at the smallest budget": "tests/hostile/test_ceilings.py",
     "templates": "tests/hostile/test_templates.py",
     "documents": "tests/hostile/test_documents.py",

@@ -24,7 +24,7 @@ from moedge.offload.checkpoint.gguf_file import GgufCheckpoint
 from moedge.quant.formats.format import QUANT_FORMATS
 from moedge.runtime.loading.prepare import precision, prepare
 from moedge.runtime.model.dequantize import dequantize
-from moedge.runtime.settings.budgets import Budgets
+from moedge.runtime.settings.settings import Budgets
 from moedge.runtime.shape.config import ModelConfig
 from moedge.runtime.shape.read import read_config, read_tensors
 from moedge.runtime.source.model_source import open_source

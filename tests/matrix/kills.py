@@ -34,12 +34,10 @@ from moedge.runtime.jobs import job_plan, lifecycle
 from moedge.runtime.jobs import request as requests
 from moedge.runtime.jobs import session as ledger
 from moedge.runtime.jobs.folder import JobFolder
-from moedge.runtime.jobs.journal.record import JournalScan
-from moedge.runtime.jobs.journal.state import read_state
+from moedge.runtime.jobs.journal.state import JournalScan, read_state
 from moedge.runtime.jobs.request import BatchRequest
 from moedge.runtime.loading.prepare import prepare
-from moedge.runtime.settings.budgets import Budgets
-from moedge.runtime.settings.settings import Settings
+from moedge.runtime.settings.settings import Budgets, Settings
 from moedge.runtime.source.model_source import open_source
 from support.jobs import fake_engine
 from support.killing import finish, killed, start

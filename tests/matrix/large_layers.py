@@ -25,7 +25,7 @@ from matrix.formats import GGUF
 from matrix.state import Part
 from moedge.offload.store.store import Store
 from moedge.runtime.evaluation.check import check
-from moedge.runtime.settings.budgets import Budgets
+from moedge.runtime.settings.settings import Budgets
 from support.gguf_files import build, save_tokenizer, to_gguf
 from support.quantized_checkpoints import FORMATS, is_quantized, mixed, mxfp4_blocks
 from support.tiny_families import save_tiny

@@ -14,8 +14,7 @@ from bench import make_real_mixture as cutting
 from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan
-from moedge.runtime.settings.budgets import MemoryBudget
-from moedge.runtime.settings.settings import Settings
+from moedge.runtime.settings.settings import MemoryBudget, Settings
 from moedge.runtime.source.model_source import open_source
 from support.heldout import predict
 

@@ -10,8 +10,7 @@ from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.loading.prepare import prepare
 from moedge.runtime.plan.placement import Plan, Workload
 from moedge.runtime.plan.planner import budget_range, make_plan
-from moedge.runtime.settings.budgets import Budgets, MemoryBudget
-from moedge.runtime.settings.settings import Settings
+from moedge.runtime.settings.settings import Budgets, MemoryBudget, Settings
 from moedge.runtime.source.model_source import ModelSource, open_source
 
 JOB = Workload(40, 120, 120, 40 * 80, 40 * 40)

@@ -18,8 +18,7 @@ from moedge.runtime.model.runner import ModelRunner
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan
 from moedge.runtime.sampling.params import SamplingParams
-from moedge.runtime.settings.budgets import MemoryBudget
-from moedge.runtime.settings.settings import Settings
+from moedge.runtime.settings.settings import MemoryBudget, Settings
 from moedge.runtime.source.model_source import ModelSource, open_source
 
 pytestmark = pytest.mark.numerics

@@ -18,8 +18,7 @@ from moedge.runtime.calibration.pass_rates import PASS_KINDS as MEASURED
 from moedge.runtime.loading.engine_loader import LoadedEngine
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan
-from moedge.runtime.settings.budgets import Budgets, MemoryBudget
-from moedge.runtime.settings.settings import Settings
+from moedge.runtime.settings.settings import Budgets, MemoryBudget, Settings
 from moedge.runtime.source.model_source import ModelSource, open_source
 from support.known_shapes import plain_model
 

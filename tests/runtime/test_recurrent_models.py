@@ -21,9 +21,8 @@ from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan
 from moedge.runtime.sampling.params import SamplingParams
 from moedge.runtime.sampling.sampler import Sampler
-from moedge.runtime.settings.budgets import MemoryBudget
 from moedge.runtime.settings.errors import SettingError
-from moedge.runtime.settings.settings import Settings
+from moedge.runtime.settings.settings import MemoryBudget, Settings
 from moedge.runtime.shape.read import RECURRENT
 from moedge.runtime.source.model_source import open_source
 from support.family_run import LENGTHS, NEW_TOKENS, prompts

@@ -18,11 +18,9 @@ from moedge.runtime.loading.prepare import prepare
 from moedge.runtime.loading.rehearsal import Rehearsed, prompt_tokens, rehearse
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import budget_range, make_plan
-from moedge.runtime.settings.budgets import Budgets, MemoryBudget
 from moedge.runtime.settings.errors import SettingError
-from moedge.runtime.settings.settings import Settings
-from moedge.runtime.source.headers import read_headers
-from moedge.runtime.source.model_source import open_source
+from moedge.runtime.settings.settings import Budgets, MemoryBudget, Settings
+from moedge.runtime.source.model_source import open_source, read_headers
 from moedge.runtime.weights.key_offsets import fixed_token_ids
 from support.tiny_families import SETTINGS, build_model, build_tokenizer, save_tiny
 
@@ -135,7 +133,7 @@ from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.loading.rehearsal import prompt_tokens, rehearse
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan
-from moedge.runtime.settings.budgets import MemoryBudget
+from moedge.runtime.settings.settings import MemoryBudget
 from moedge.runtime.settings.settings import Settings
 from moedge.runtime.source.model_source import open_source
 

@@ -17,8 +17,7 @@ from moedge.quant.tensor import PackedTensor
 from moedge.runtime.loading import selftest
 from moedge.runtime.plan.placement import Plan, Workload
 from moedge.runtime.plan.planner import make_plan
-from moedge.runtime.settings.budgets import MemoryBudget
-from moedge.runtime.settings.settings import Settings
+from moedge.runtime.settings.settings import MemoryBudget, Settings
 from moedge.runtime.shape.model_shape import ExpertsShape, KVGroup, LayerShape, Matrix, ModelShape
 from support.published_widths import PUBLISHED, Published
 from support.seeded_bugs import BUGS, Bug, planted

@@ -25,8 +25,7 @@ from moedge.runtime.loading.prepare import prepare
 from moedge.runtime.plan.placement import Plan, Workload
 from moedge.runtime.plan.planner import budget_range, make_plan, reads_integers
 from moedge.runtime.sampling.params import SamplingParams
-from moedge.runtime.settings.budgets import Budgets, MemoryBudget
-from moedge.runtime.settings.settings import Settings
+from moedge.runtime.settings.settings import Budgets, MemoryBudget, Settings
 from moedge.runtime.shape.families import LATENT
 from moedge.runtime.shape.shards import FORMATS
 from moedge.runtime.source.model_source import ModelSource

@@ -8,8 +8,7 @@ from moedge.runtime.plan.cost_model import CostModel
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import PlanRequest, PlanResult, solve
 from moedge.runtime.plan.rates import Rates
-from moedge.runtime.settings.budgets import MemoryBudget
-from moedge.runtime.settings.settings import Settings
+from moedge.runtime.settings.settings import MemoryBudget, Settings
 from moedge.runtime.shape.config import ModelConfig
 from moedge.runtime.shape.formula import shape_of_config
 from moedge.runtime.shape.model_shape import ExpertsShape, KVGroup, LayerShape, Matrix, ModelShape

@@ -17,9 +17,8 @@ from moedge.runtime.plan.cost_model import CostModel
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import PlanRequest, PlanResult, solve
 from moedge.runtime.plan.rates import rates_of
-from moedge.runtime.settings.budgets import Budgets
 from moedge.runtime.settings.errors import DoesNotFit
-from moedge.runtime.settings.settings import Settings
+from moedge.runtime.settings.settings import Budgets, Settings
 from support.known_shapes import CONFIGS, known_shape
 
 GIB = 1 << 30

@@ -14,8 +14,7 @@ from moedge.runtime.model.runner import ModelRunner
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import budget_range, make_plan
 from moedge.runtime.sampling.params import SamplingParams
-from moedge.runtime.settings.budgets import Budgets, MemoryBudget
-from moedge.runtime.settings.settings import Settings
+from moedge.runtime.settings.settings import Budgets, MemoryBudget, Settings
 from moedge.runtime.source.model_source import open_source
 
 PROMPTS = ([5, 80, 31, 200], [7, 7, 300])

@@ -1,7 +1,5 @@
 """PDF by PDFium, page by page; pages that are pictures of text by Tesseract, where it is installed."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

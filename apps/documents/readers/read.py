@@ -1,7 +1,5 @@
 """One file to text: the reader of its type, and every fault of a reader as a ReadFailure."""
 
-from __future__ import annotations
-
 import zipfile
 from collections.abc import Callable, Iterable
 from importlib import import_module
@@ -9,12 +7,9 @@ from importlib.util import find_spec
 from typing import Any
 
 from ....face import errors
-from .content import Content, ReadCode, ReadFailure, clean
-from .detection import detect
-from .office import read_docx, read_pptx, read_xlsx
+from .content import Content, ReadCode, ReadFailure, clean, detect
+from .markdown import read_docx, read_epub, read_html, read_mail, read_pptx, read_text, read_xlsx
 from .pdf import Progress, read_pdf
-from .plain_text import read_text
-from .web import read_epub, read_html, read_mail
 
 # A reader of the user's own: the bytes and the file's name to its text, its pages, or None for a file of other readers.
 OwnReader = Callable[[bytes, str], str | list[str] | None]

@@ -4,8 +4,6 @@ It gets the bytes of one file after the other on stdin and answers on stdout; it
 can open no socket, native code included (`shut_in`). It ends with its parent.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

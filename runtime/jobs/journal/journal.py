@@ -1,30 +1,33 @@
-"""A job's journal: created once, recovered at every start, appended to by one process at a time, and read back.
+"""A job's journal: created once, recovered at every start, appended to by one process at a time, and read back;
+`repair` saves what is whole in a damaged one.
 
 Writing and making durable are apart: one thread, the `Committer`, makes the bytes durable and says up to where they
 are. A slow disk delays what counts as done, never the next pass; whatever was written while the last fdatasync ran goes
 with the next one. Torch-free.
 """
 
-from __future__ import annotations
-
 import errno
+import json
 import os
+import re
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
-from ....offload.atomic_file import write_atomically
+from ....offload.atomic_file import AtomicFile, rename, write_atomically
 from ...rows.row import Row
 from ...settings.errors import BadJournal, JournalFailed
-from .record import (
+from .state import (
     HEAD_NBYTES,
     VERSION,
     CutChoice,
     Done,
+    Ending,
+    JobState,
     JournalScan,
     Kind,
     chained,
@@ -32,8 +35,11 @@ from .record import (
     encode,
     encode_done,
     frame,
+    printed_crc,
+    refuse_version,
+    replay,
+    salvage,
 )
-from .state import Ending, JobState, replay
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -396,3 +402,69 @@ class CutRows:
             return ()
         offset = self._state.cut_offset(row)
         return () if offset is None else read_answer(self._journal, row, offset).choices
+
+
+_EXTENDS = re.compile(rb'\{"kind":"extend"')
+
+
+@dataclass(frozen=True, slots=True)
+class Repaired:
+    """Rows whose answers were kept, lines of the journal that were not whole, and where the damaged journal is now."""
+
+    rows: int
+    lost: int
+    damaged: Path
+
+
+def repair(path: Path) -> Repaired:
+    """Rewrites the journal from its intact records; the caller holds the lock of the job.
+
+    Only the first record, those that extend it, and each row's last answer are kept: what processes did to each other
+    is over. Raises BadJournal if the first record is damaged, because it holds the request, and OtherVersion.
+    """
+    with path.open("rb") as file:
+        lost = sum(1 for _ in file) - sum(1 for _ in salvage(file))
+        last = _last_answers(file)
+        new = AtomicFile(path)
+        try:
+            _write(new, _kept(file, last))
+            damaged = path.with_suffix(".damaged")
+            rename(path, damaged)
+            new.publish()
+        except BaseException:
+            new.discard()
+            raise
+    return Repaired(len(last), lost, damaged)
+
+
+def _last_answers(file: BinaryIO) -> dict[int, int]:
+    """Row to the number of the sound record that answers it last. Checks the first record."""
+    last: dict[int, int] = {}
+    for number, payload in enumerate(salvage(file)):
+        if number == 0:
+            if not payload.startswith(b'{"kind":"open"'):
+                break
+            # Answers in records that this version does not know would be dropped.
+            refuse_version(json.loads(payload))
+        if (done := decode_done(payload, with_line=False)) is not None:
+            last[done.row] = number
+    else:
+        return last
+    raise BadJournal("the first record, which describes the job, is damaged; start the job over")
+
+
+def _kept(file: BinaryIO, last: dict[int, int]) -> Iterator[bytes]:
+    for number, payload in enumerate(salvage(file)):
+        done = decode_done(payload, with_line=False)
+        if number == 0 or _EXTENDS.match(payload) or (done is not None and last[done.row] == number):
+            yield payload
+
+
+def _write(new: AtomicFile, payloads: Iterator[bytes]) -> None:
+    crc = 0
+    for payload in payloads:
+        # Offsets of the old file mean nothing in the new one, which is on disk as a whole.
+        head, _, rest = payload.partition(b'"synced":')
+        line = frame(head + b'"synced":0' + rest.lstrip(b"0123456789"), crc)
+        new.write(line)
+        crc = printed_crc(line) or 0

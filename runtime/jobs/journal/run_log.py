@@ -3,8 +3,6 @@
 Nothing but a report reads it: a job goes on where it cannot be written, and answers never depend on it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

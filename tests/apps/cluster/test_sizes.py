@@ -7,8 +7,8 @@ import pytest
 from moedge.apps.cluster.workers import ClusterSize
 from moedge.runtime.engine.engine import Metrics
 from moedge.runtime.jobs.journal.state import Counts
+from moedge.runtime.jobs.report import merge_summaries
 from moedge.runtime.jobs.summary import Memory, Moved, Rows, RunSummary, Seconds, TierMemory, Tokens
-from moedge.runtime.jobs.totals import merge_summaries
 
 
 def node(cpus: float, gpus: float = 0, address: str = "a") -> dict[str, Any]:

@@ -9,17 +9,22 @@ from pathlib import Path
 import pytest
 
 from moedge.apps.doctor import host as places
-from moedge.apps.doctor.finding import Finding, Verdict
 from moedge.apps.doctor.host import (
+    Finding,
     HostMemoryFacts,
+    Verdict,
+    check_age,
+    check_cache_reads,
     check_hub_cache,
     check_memory,
     check_open_files,
+    check_packages,
     check_state,
     check_stores,
+    check_torch,
+    gpu_state_findings,
+    speed_findings,
 )
-from moedge.apps.doctor.packages import check_packages, check_torch
-from moedge.apps.doctor.speeds import check_age, check_cache_reads, gpu_state_findings, speed_findings
 from moedge.offload.machine.hardware import Driver, GpuInfo, GpuState, Hardware, PcieLink, shows_gpu
 from moedge.offload.machine.profile import Disk, DiskRead, Link, Machine, PinLimit
 from moedge.offload.memory import MemoryGroup

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moedge.apps.doctor import kernels
-from moedge.apps.doctor.finding import Verdict
+from moedge.apps.doctor.host import Verdict
 from moedge.offload.device import find_device
 from moedge.quant.formats import bitsandbytes_kernels
 from moedge.quant.formats.format import QUANT_FORMATS

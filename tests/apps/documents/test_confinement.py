@@ -13,7 +13,7 @@ from moedge.apps.documents.document import Document, UnreadDocument
 from moedge.apps.documents.iterate import iter_documents
 from moedge.apps.documents.reader_process import ReadLimits, ReadOptions
 from moedge.apps.documents.readers import pdf
-from moedge.apps.documents.readers.detection import detect
+from moedge.apps.documents.readers.content import detect
 from moedge.runtime.text import confinement
 from moedge.runtime.text.confinement import clean_environment, lacking
 
@@ -128,7 +128,7 @@ def test_native_code_in_a_reader_gets_nothing(tmp_path: Path, monkeypatch: pytes
 
 def test_where_the_kernel_lacks_it_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here, so that no run of tests passes on a kernel that lets native code out without a word."""
-    from moedge.apps.doctor.finding import Verdict
+    from moedge.apps.doctor.host import Verdict
     from moedge.apps.doctor.host import check_confinement as check
 
     assert (check().verdict is Verdict.OK) == (lacking() == "")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from moedge.apps.documents import job as jobs
-from moedge.apps.documents.file_walk import FoundFile
+from moedge.apps.documents.iterate import FoundFile
 from moedge.apps.documents.job import spread
 from moedge.apps.documents.run import DocumentsEnded
 from moedge.offload.atomic_file import AtomicFile

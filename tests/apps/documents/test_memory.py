@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moedge.apps.documents.file_walk import FoundFile, FoundFiles
+from moedge.apps.documents.iterate import FoundFile, FoundFiles
 from moedge.apps.documents.rounds import Answers, Entry, IndexedEntries, LineOffsets, row_id
 
 COUNT = 3000

@@ -9,7 +9,7 @@ import pytest
 
 from moedge.apps.documents import table
 from moedge.apps.documents.expected import AskedRow, Expected
-from moedge.apps.documents.file_walk import FoundFile
+from moedge.apps.documents.iterate import FoundFile
 from moedge.apps.documents.merging import Merged, Merger, Missing
 from moedge.apps.documents.question import Prompts, make_question
 from moedge.apps.documents.rounds import Answer, Entry, row_id

@@ -8,9 +8,8 @@ import pytest
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel
 
-from moedge.apps.documents.question import make_question
+from moedge.apps.documents.question import NEEDS_PROMPT, NEEDS_SCHEMA, TASKS, make_question
 from moedge.apps.documents.schemas import fields_schema, find_quote, find_schema, quotes, without_own
-from moedge.apps.documents.tasks import NEEDS_PROMPT, NEEDS_SCHEMA, TASKS
 from moedge.runtime.settings.errors import InputUnreadable, SettingError
 
 

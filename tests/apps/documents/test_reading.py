@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from moedge.apps.documents.document import Document, UnreadDocument
-from moedge.apps.documents.file_walk import find_files
-from moedge.apps.documents.iterate import iter_documents
+from moedge.apps.documents.iterate import find_files, iter_documents
 from moedge.apps.documents.reader_process import ReaderProcess, ReadLimits, ReadOptions
-from moedge.apps.documents.readers import detection
+from moedge.apps.documents.readers import content
 from moedge.runtime.settings.errors import InputUnreadable, SettingError
 from moedge.runtime.text.template import Child
 from support import document_folder
@@ -189,9 +188,9 @@ def test_scans_are_read_by_tesseract_where_it_is(tmp_path: Path, monkeypatch: py
 
 
 def test_i13_archives_are_refused_by_their_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(detection, "MAX_ENTRIES", 1)
-    with pytest.raises(detection.ReadFailure, match="the archive has 5 entries"):
-        detection.open_zip(GOOD["letter.docx"][0])
+    monkeypatch.setattr(content, "MAX_ENTRIES", 1)
+    with pytest.raises(content.ReadFailure, match="the archive has 5 entries"):
+        content.open_zip(GOOD["letter.docx"][0])
 
 
 def test_readers_start_no_threads_of_openblas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,7 @@ from typing import BinaryIO
 import pytest
 
 from moedge.apps.documents.expected import AskedRow, Expected
-from moedge.apps.documents.file_walk import FoundFile
-from moedge.apps.documents.iterate import read_as_completed
+from moedge.apps.documents.iterate import FoundFile, read_as_completed
 from moedge.apps.documents.reader_process import ReadOptions
 from moedge.apps.documents.readers.content import Content
 from moedge.apps.documents.readers.read import read

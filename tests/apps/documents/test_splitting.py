@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moedge.apps.documents.splitting import Boundary, split
+from moedge.apps.documents.document import Boundary, split
 
 TEXTS = st.one_of(
     st.text(max_size=400),

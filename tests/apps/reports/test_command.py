@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer import BadParameter
 
-from moedge.cli.options.paths import own_file
+from moedge.cli.options.options import own_file
 
 MODEL = Path(__file__).parents[3] / "examples" / "tiny_moe" / "model"
 

@@ -135,13 +135,15 @@ def tried(server: Server, call: str, every: int) -> Iterator[str]:
         what = f"{call} {last} of {count}, {errno.errorcode[number]}"
         ended, found, wrong = server.run(Fault(call, last, number, str(server.work)))
         codes[ended.code] += 1
-        if wrong or (found and found != reference):
-            yield f"{what}: {wrong or found}"
+        faults = [f"{what}: {wrong or found}"] if wrong or (found and found != reference) else []
         if ended.code in (None, ExitCode.BUG) or "Traceback" in ended.said:
-            yield f"{what}: exit code {ended.code}: {ended.said[-1500:]}"
+            faults.append(f"{what}: exit code {ended.code}: {ended.said[-1500:]}")
         ended, found, wrong = server.run()
         if wrong or found != reference:
-            yield f"{what}: then {wrong or found}, exit code {ended.code}: {ended.said[-500:]}"
+            faults.append(f"{what}: then {wrong or found}, exit code {ended.code}: {ended.said[-500:]}")
+        # Now and not at the end: a run of every k takes long.
+        print(*faults, sep="\n", end="", flush=True)
+        yield from faults
     print(f"{call}: {codes.total()} of {count} calls failed, exit codes {dict(codes)}")
 
 

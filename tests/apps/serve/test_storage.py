@@ -19,6 +19,7 @@ from moedge.apps.serve.files import FileStore
 from moedge.apps.serve.limits import Limits
 from moedge.apps.serve.server import _most_connections
 from moedge.offload.errors import ExitCode, exit_code_of
+from moedge.runtime.settings.errors import OutputRefused
 
 BATCH = {"endpoint": "/v1/completions", "completion_window": "24h"}
 
@@ -87,11 +88,14 @@ CALLS = ("open", "pwrite", "fsync", "replace")
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EMFILE, errno.EIO, errno.EROFS])
-@pytest.mark.parametrize("call", CALLS)
-def test_j6_a_batch_that_finds_no_room_leaves_no_ghost(call: str, number: int, tmp_path: Path, full: Any) -> None:
+@pytest.mark.parametrize(("call", "first"), [*((call, 1) for call in CALLS), ("fsync", 2)])
+def test_j6_a_batch_that_finds_no_room_leaves_no_ghost(
+    call: str, first: int, number: int, tmp_path: Path, full: Any
+) -> None:
+    """Also where the record has its name already, and only the folder could not be synchronized."""
     server = Server(tmp_path, Limits())
     file_id = (server.upload(b"{}\n")).body["id"]
-    full(call, 1, number)
+    full(call, first, number)
     answer = server.ask("POST", "/v1/batches", body={**BATCH, "input_file_id": file_id})
     assert answer.status == 507
     assert answer.body["error"]["code"] == "insufficient_storage"
@@ -115,6 +119,7 @@ def test_j6_an_upload_that_finds_no_room_leaves_nothing(call: str, number: int, 
             break
         assert answer.status == 507
         assert server.files.list(None) == []
+        assert [path.name for path in (tmp_path / "files").iterdir() if path.suffix == ".json"] == []
     assert answer.status == 200
     assert server.files.get(answer.body["id"]).bytes == 100_000
     assert [path for path in (tmp_path / "files").iterdir() if path.suffix == ".tmp"] == []
@@ -131,16 +136,23 @@ def test_j6_a_cancellation_that_finds_no_room_is_none(tmp_path: Path, full: Any)
     assert (server.ask("POST", f"/v1/batches/{batch_id}/cancel")).body["status"] == "cancelling"
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EMFILE, errno.EDQUOT])
+@pytest.mark.parametrize("refused", [False, True])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EMFILE, errno.EDQUOT, errno.EROFS])
 def test_j6_a_batch_that_runs_out_of_something_is_left_to_be_resumed(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, died = Server(tmp_path, Limits()), list[BaseException]()
     file_id = (server.upload(b"{}\n")).body["id"]
     server.ask("POST", "/v1/batches", body={**BATCH, "input_file_id": file_id})
 
     def fails(*arguments: Any) -> Any:
-        raise OSError(number, os.strerror(number))
+        try:
+            raise OSError(number, os.strerror(number))
+        except OSError as error:
+            if not refused:
+                raise
+            # As a job's folder is refused that cannot be made.
+            raise OutputRefused(f"cannot be created ({error.strerror})") from None
 
     monkeypatch.setattr("moedge.apps.serve.batches._BatchRun.run", fails)
     monkeypatch.setattr(server.batches, "_request", lambda batch: None)

@@ -10,14 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moedge.cli.views.check_view import verdict
+from moedge.cli.views.bench_view import verdict
 from moedge.quant.native import library
 from moedge.runtime.attention.native_rows import RowAttention, RowPlan, RowQuery
 from moedge.runtime.evaluation import reference
 from moedge.runtime.evaluation.check import PROMPTS, CheckReport, check
 from moedge.runtime.loading.prepare import prepare
-from moedge.runtime.settings.budgets import Budgets
 from moedge.runtime.settings.errors import DoesNotFit, SettingError
+from moedge.runtime.settings.settings import Budgets
 from moedge.runtime.source.model_source import ModelSource, open_source
 from support.gguf_files import build, save_tokenizer, to_gguf
 from support.quantized_checkpoints import write_quantized

@@ -12,9 +12,8 @@ from moedge.cli.views.bench_view import print_bench
 from moedge.moe.streaming_order import DEFAULTS
 from moedge.runtime.evaluation.speed import Load, bench
 from moedge.runtime.jobs import job_plan
-from moedge.runtime.settings.budgets import Budgets
 from moedge.runtime.settings.errors import SettingError
-from moedge.runtime.settings.settings import Settings
+from moedge.runtime.settings.settings import Budgets, Settings
 from support.recorded_machine import RECORDED
 
 BUDGETS = Budgets(ram="3GiB", gpu_mem="0")

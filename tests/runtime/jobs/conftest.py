@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from moedge.runtime.rows.failure import RowFailure
 from moedge.runtime.rows.reader import rows_from
-from moedge.runtime.rows.row import Defaults, Row
+from moedge.runtime.rows.row import Defaults, Row, RowFailure
 from support.jobs import disk_faults as faults
 from support.jobs import fake_engine
 

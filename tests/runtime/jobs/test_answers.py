@@ -12,7 +12,7 @@ from openai.types import Completion as OpenAICompletion
 from openai.types.chat import ChatCompletion
 
 from moedge.runtime.rows.answer_formats import Answers, Completion
-from moedge.runtime.rows.failure import ErrorCode, RowFailure
+from moedge.runtime.rows.row import ErrorCode, RowFailure
 from moedge.runtime.sampling.params import FinishReason, TokenLogprob
 
 Make = Callable[..., Any]

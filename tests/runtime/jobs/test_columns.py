@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from moedge.runtime.rows.columns import Columns, read_schema, settled, text_or_file
-from moedge.runtime.rows.failure import RowFailure
-from moedge.runtime.rows.row import ChatPrompt, Defaults, Message, Row, TextPrompt
+from moedge.runtime.rows.row import ChatPrompt, Defaults, Message, Row, RowFailure, TextPrompt
+from moedge.runtime.rows.row_formats import Columns, read_schema, settled, text_or_file
 from moedge.runtime.settings.errors import InputUnreadable, SettingError
 
 Read = Callable[..., list[Any]]

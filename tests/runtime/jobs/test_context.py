@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from moedge.runtime.jobs.encode import RowEncoder, context_error
-from moedge.runtime.rows.failure import ErrorCode, RowFailure, Severity
+from moedge.runtime.rows.row import ErrorCode, RowFailure, Severity
 from support.jobs.fake_engine import FakeTokenizer
 
 

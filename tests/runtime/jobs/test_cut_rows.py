@@ -14,8 +14,7 @@ import pytest
 
 from matrix import kills
 from moedge.runtime.jobs import session as sessions
-from moedge.runtime.jobs.journal.record import CutChoice, Done, decode_done, encode_done
-from moedge.runtime.jobs.journal.state import read_state
+from moedge.runtime.jobs.journal.state import CutChoice, Done, decode_done, encode_done, read_state
 from moedge.runtime.jobs.request import BatchRequest, ResumeOptions
 from moedge.runtime.jobs.stop import Limits
 from moedge.runtime.rows.row import Defaults

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from moedge.runtime.rows.answer_formats import Answers, Completion
-from moedge.runtime.rows.failure import ErrorCode, RowFailure
 from moedge.runtime.rows.fields import FIELDS, IGNORED, UNSUPPORTED
-from moedge.runtime.rows.row import Defaults, Endpoint, Row
+from moedge.runtime.rows.row import Defaults, Endpoint, ErrorCode, Row, RowFailure
 from moedge.runtime.sampling.params import FinishReason
 
 PAGE = (Path(__file__).parents[3] / "docs" / "batches.md").read_text().partition("\n## The input file\n")[2]

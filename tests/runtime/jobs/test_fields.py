@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedge.runtime.rows.failure import ErrorCode, RowFailure, Severity
 from moedge.runtime.rows.fields import FIELDS, IGNORED, UNSUPPORTED
-from moedge.runtime.rows.row import Row
+from moedge.runtime.rows.row import ErrorCode, Row, RowFailure, Severity
 from moedge.runtime.sampling.params import SamplingParams
 
 Make = Callable[..., Any]

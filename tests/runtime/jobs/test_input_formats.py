@@ -27,9 +27,8 @@ from packaging.requirements import Requirement
 from moedge.offload.atomic_file import AtomicFile
 from moedge.runtime.jobs.folder import JobFolder, json_lines
 from moedge.runtime.rows.answer_formats import Answers, Completion
-from moedge.runtime.rows.failure import RowFailure
 from moedge.runtime.rows.reader import read_rows
-from moedge.runtime.rows.row import Defaults
+from moedge.runtime.rows.row import Defaults, RowFailure
 from moedge.runtime.rows.tables import InputFormat, convert, input_format
 from moedge.runtime.sampling.params import FinishReason
 from moedge.runtime.settings import errors

@@ -18,8 +18,7 @@ from moedge.runtime.plan.loading_cost import LoadingSpeeds
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import PlanRequest, PlanResult, solve
 from moedge.runtime.plan.rates import Rates, rates_of
-from moedge.runtime.settings.budgets import Budgets, MemoryBudget
-from moedge.runtime.settings.settings import Settings
+from moedge.runtime.settings.settings import Budgets, MemoryBudget, Settings
 from moedge.runtime.source.model_source import open_source
 from support.known_shapes import plain_model
 

@@ -32,9 +32,8 @@ from moedge.runtime.jobs.stop import Limits
 from moedge.runtime.rows.answer_formats import Answers
 from moedge.runtime.rows.row import Defaults
 from moedge.runtime.sampling.params import FinishReason
-from moedge.runtime.settings.budgets import Budgets
 from moedge.runtime.settings.errors import InputChanged, JobInUse, JobMismatch, OutputExists, OutputRefused
-from moedge.runtime.settings.settings import Settings
+from moedge.runtime.settings.settings import Budgets, Settings
 from moedge.runtime.weights.key_offsets import FILE, KeyOffsets
 
 Job = Callable[..., Any]

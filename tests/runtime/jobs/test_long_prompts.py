@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from moedge.runtime.jobs.encode import RowEncoder
-from moedge.runtime.rows.failure import ErrorCode, RowFailure
-from moedge.runtime.rows.row import Defaults, Endpoint
+from moedge.runtime.rows.row import Defaults, Endpoint, ErrorCode, RowFailure
 from moedge.runtime.rows.row_formats import RowBuilder, RowPosition
 from moedge.runtime.text.tokenizer import Tokenizer
 

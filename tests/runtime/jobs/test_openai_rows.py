@@ -6,8 +6,17 @@ from typing import Any
 
 import pytest
 
-from moedge.runtime.rows.failure import ErrorCode, RowFailure, Severity
-from moedge.runtime.rows.row import ChatPrompt, Endpoint, Message, Row, TextPrompt, TokenPrompt
+from moedge.runtime.rows.row import (
+    ChatPrompt,
+    Endpoint,
+    ErrorCode,
+    Message,
+    Row,
+    RowFailure,
+    Severity,
+    TextPrompt,
+    TokenPrompt,
+)
 from moedge.runtime.sampling.params import SamplingParams
 
 Make = Callable[..., Any]

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moedge.runtime.rows.answer_formats import Answers, Completion
-from moedge.runtime.rows.failure import RowFailure
 from moedge.runtime.rows.fields import FOREIGN
-from moedge.runtime.rows.row import Row
+from moedge.runtime.rows.row import Row, RowFailure
 from moedge.runtime.sampling.params import FinishReason
 
 ANSWERS = Answers("m", 0, lambda token_id: ("", None))

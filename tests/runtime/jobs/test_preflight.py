@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from moedge.runtime.rows import preflight as preflight_file
-from moedge.runtime.rows.failure import RowFailure
 from moedge.runtime.rows.preflight import preflight
 from moedge.runtime.rows.reader import read_rows
-from moedge.runtime.rows.row import Defaults
+from moedge.runtime.rows.row import Defaults, RowFailure
 
 GOOD = b'{"prompt":"a"}'
 BODY = b'{"messages":[{"role":"user","content":"a"}]}'

@@ -9,9 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moedge.runtime.rows.answer_formats import Answers
-from moedge.runtime.rows.failure import ErrorCode, RowFailure, Severity
 from moedge.runtime.rows.fields import FIELDS, IGNORED, UNSUPPORTED
-from moedge.runtime.rows.row import Row
+from moedge.runtime.rows.row import ErrorCode, Row, RowFailure, Severity
 
 Read = Callable[..., list[Row | RowFailure]]
 WHOLE_FILE = {ErrorCode.UNSUPPORTED_ENCODING, ErrorCode.DAMAGED_GZIP, ErrorCode.DAMAGED_ZSTD}

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from moedge.runtime.rows.answer_formats import Answers
-from moedge.runtime.rows.failure import ErrorCode, RowFailure, Severity
-from moedge.runtime.rows.row import Row
+from moedge.runtime.rows.row import ErrorCode, Row, RowFailure, Severity
 from moedge.runtime.sampling.grammar import ANY_OBJECT
 from moedge.runtime.settings.errors import MissingExtra
 

@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moedge.runtime.jobs.folder import JobFolder, regular_input, seekable
-from moedge.runtime.rows.failure import RowFailure
 from moedge.runtime.rows.reader import RowFile, RowIndex, rows_from
-from moedge.runtime.rows.row import Defaults, Row
+from moedge.runtime.rows.row import Defaults, Row, RowFailure
 from moedge.runtime.settings.errors import InputChanged, InputRefused, InputUnreadable
 
 LINES = st.sampled_from([

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from moedge.runtime.rows.failure import ErrorCode, Severity
-from moedge.runtime.rows.row import ChatPrompt, Endpoint, Message, TextPrompt, TokenPrompt
+from moedge.runtime.rows.row import ChatPrompt, Endpoint, ErrorCode, Message, Severity, TextPrompt, TokenPrompt
 
 Make = Callable[..., Any]
 

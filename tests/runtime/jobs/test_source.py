@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from moedge.runtime.rows.failure import ErrorCode, RowFailure
 from moedge.runtime.rows.preflight import preflight
 from moedge.runtime.rows.reader import read_rows
-from moedge.runtime.rows.row import Defaults, Row
+from moedge.runtime.rows.row import Defaults, ErrorCode, Row, RowFailure
 from moedge.runtime.settings.errors import InputUnreadable
 
 TEXT = '{"prompt":"caf\u00e9"}\r\n\r\n{"prompt":"b"}\n'

@@ -13,8 +13,8 @@ from moedge.runtime.jobs.folder import JobFolder, JobLock
 from moedge.runtime.jobs.request import ResumeOptions, resumed
 from moedge.runtime.jobs.status import JobPhase, JobStatus, cancel, export_now, find_job, jobs, repair_journal
 from moedge.runtime.jobs.stop import Limits
-from moedge.runtime.settings.budgets import Budgets
 from moedge.runtime.settings.errors import BadJournal, JobMismatch, JobNotFound, OutputExists
+from moedge.runtime.settings.settings import Budgets
 
 Job = Callable[..., Any]
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedge.runtime.rows.failure import ErrorCode, InvalidRow
-from moedge.runtime.rows.strict_json import MAX_DEPTH, MAX_NUMBER_CHARS, parse_object
+from moedge.runtime.rows.row import MAX_DEPTH, MAX_NUMBER_CHARS, ErrorCode, InvalidRow, parse_object
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

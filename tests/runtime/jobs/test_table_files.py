@@ -10,9 +10,8 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from moedge.runtime.jobs.outputs import claim_output
+from moedge.runtime.jobs.outputs import claim_output, schema_fields, write_table
 from moedge.runtime.jobs.stop import Limits
-from moedge.runtime.jobs.table_files import schema_fields, write_table
 from moedge.runtime.settings.errors import OutputRefused
 
 USAGE = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}

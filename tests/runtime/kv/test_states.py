@@ -13,8 +13,7 @@ from moedge.runtime.plan.candidate import CacheSize, Candidate, WeightFootprint
 from moedge.runtime.plan.memory_ledger import KV_CACHE, STATES, MemoryLedger
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan
-from moedge.runtime.settings.budgets import MemoryBudget
-from moedge.runtime.settings.settings import Settings
+from moedge.runtime.settings.settings import MemoryBudget, Settings
 from moedge.runtime.shape.model_shape import KVGroup, StateGroup, shape_from_json, shape_to_json
 from support.known_shapes import known_shape
 

@@ -12,8 +12,7 @@ from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan
 from moedge.runtime.sampling.params import SamplingParams
-from moedge.runtime.settings.budgets import MemoryBudget
-from moedge.runtime.settings.settings import Settings
+from moedge.runtime.settings.settings import MemoryBudget, Settings
 from moedge.runtime.source.model_source import open_source
 
 LENGTH, SEQUENCES, TOKENS_PER_PASS = 400, 2, 64

@@ -22,8 +22,7 @@ from moedge.runtime.plan.memory_ledger import FUSED
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan
 from moedge.runtime.sampling.params import SamplingParams
-from moedge.runtime.settings.budgets import MemoryBudget
-from moedge.runtime.settings.settings import Settings
+from moedge.runtime.settings.settings import MemoryBudget, Settings
 from moedge.runtime.source.model_source import open_source
 from support.seeded_bugs import BUGS, Bug, planted
 

@@ -12,10 +12,9 @@ from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.plan_file import suggestions
 from moedge.runtime.plan.planner import PlanRequest, solve
 from moedge.runtime.plan.rates import Rates
-from moedge.runtime.settings.budgets import MemoryBudget
 from moedge.runtime.settings.errors import DoesNotFit, SettingError
 from moedge.runtime.settings.formatting import loss_line
-from moedge.runtime.settings.settings import Settings
+from moedge.runtime.settings.settings import MemoryBudget, Settings
 from moedge.runtime.shape.shards import bits_lost, offered_formats
 from support.known_shapes import plain_model
 

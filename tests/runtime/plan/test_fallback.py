@@ -11,9 +11,8 @@ from moedge.runtime.plan.cost_model import CostModel
 from moedge.runtime.plan.fallback import FallbackPolicy
 from moedge.runtime.plan.placement import MIN_RING_EXPERTS, Plan, Workload
 from moedge.runtime.plan.planner import PlanRequest, budget_range, make_plan
-from moedge.runtime.settings.budgets import DeviceBudget, MemoryBudget
 from moedge.runtime.settings.errors import MemoryGaveOut
-from moedge.runtime.settings.settings import Settings
+from moedge.runtime.settings.settings import DeviceBudget, MemoryBudget, Settings
 from support.known_shapes import plain_model
 
 RING = "experts in flight"

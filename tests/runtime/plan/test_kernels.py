@@ -12,8 +12,7 @@ from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.plan.kernels import FUSED_DECODER, FUSED_LAYERS, SEAMS, Kernels, planned_kernels
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan
-from moedge.runtime.settings.budgets import MemoryBudget
-from moedge.runtime.settings.settings import Settings
+from moedge.runtime.settings.settings import MemoryBudget, Settings
 from moedge.runtime.source.model_source import open_source
 
 SIZES = {"hidden_size": 128, "moe_intermediate_size": 64, "intermediate_size": 64}

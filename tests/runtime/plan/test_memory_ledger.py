@@ -9,9 +9,8 @@ from moedge.offload.memory import KEPT_NBYTES
 from moedge.runtime.plan.memory_ledger import KEPT, KV_CACHE, PARKED, STAGED, WEIGHTS, MemoryLedger
 from moedge.runtime.plan.placement import Plan, Workload
 from moedge.runtime.plan.planner import make_plan
-from moedge.runtime.settings.budgets import DeviceBudget, MemoryBudget
 from moedge.runtime.settings.errors import DoesNotFit
-from moedge.runtime.settings.settings import Settings
+from moedge.runtime.settings.settings import DeviceBudget, MemoryBudget, Settings
 from support.known_shapes import plain_model
 
 GIB, MIB = 1 << 30, 1 << 20

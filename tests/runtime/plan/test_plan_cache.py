@@ -10,9 +10,8 @@ from moedge.runtime.kv.spec import KVSpec
 from moedge.runtime.plan.candidate import CacheSize, choose_block, largest
 from moedge.runtime.plan.placement import Plan, Workload
 from moedge.runtime.plan.planner import budget_range, make_plan
-from moedge.runtime.settings.budgets import MemoryBudget
 from moedge.runtime.settings.errors import DoesNotFit
-from moedge.runtime.settings.settings import Settings
+from moedge.runtime.settings.settings import MemoryBudget, Settings
 from moedge.runtime.shape.model_shape import KVGroup, ModelShape
 from support.known_shapes import plain_model
 

@@ -15,9 +15,8 @@ from moedge.runtime.plan.cost_model import CostModel
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import WORTH, PlanRequest, PlanResult, budget_range, refuse_too_small, solve
 from moedge.runtime.plan.rates import Rates
-from moedge.runtime.settings.budgets import DeviceBudget, MemoryBudget
 from moedge.runtime.settings.errors import DoesNotFit, SettingError
-from moedge.runtime.settings.settings import Settings
+from moedge.runtime.settings.settings import DeviceBudget, MemoryBudget, Settings
 from moedge.runtime.shape.model_shape import ExpertsShape, KVGroup, LayerShape, Matrix, ModelShape
 from moedge.runtime.shape.shards import weights_nbytes
 from support.known_shapes import CONFIGS, LATENT_CONFIGS, choose, known_shape, plain_model

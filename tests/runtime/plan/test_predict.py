@@ -12,8 +12,7 @@ from moedge.quant.native import library
 from moedge.runtime.plan.cost_model import MOST_UNHIDDEN, RESOURCES, CostModel
 from moedge.runtime.plan.placement import DEEP_RING_EXPERTS, Workload, largest_expert
 from moedge.runtime.plan.rates import SLOW_FLOP_S, Rates, rates_of
-from moedge.runtime.settings.budgets import MemoryBudget
-from moedge.runtime.settings.settings import Settings
+from moedge.runtime.settings.settings import MemoryBudget, Settings
 from moedge.runtime.shape.model_shape import Matrix, ModelShape
 from moedge.runtime.shape.shards import model_shards
 from support.known_shapes import choose, plain_model

@@ -13,8 +13,7 @@ from moedge.runtime.plan.cost_model import CostModel
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import PlanRequest, solve
 from moedge.runtime.plan.rates import rates_of
-from moedge.runtime.settings.budgets import Budgets
-from moedge.runtime.settings.settings import Settings
+from moedge.runtime.settings.settings import Budgets, Settings
 from moedge.runtime.shape.config import ModelConfig
 from moedge.runtime.shape.formula import shape_of_config
 from support.plans_page import machine

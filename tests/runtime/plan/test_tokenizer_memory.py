@@ -13,9 +13,8 @@ import pytest
 from moedge.runtime.plan.memory_ledger import TOKENIZER, MemoryLedger
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan
-from moedge.runtime.settings.budgets import DeviceBudget, MemoryBudget, encoder_nbytes
 from moedge.runtime.settings.errors import PromptError
-from moedge.runtime.settings.settings import Settings
+from moedge.runtime.settings.settings import DeviceBudget, MemoryBudget, Settings, encoder_nbytes
 from moedge.runtime.text.tokenizer import Tokenizer
 from support.known_shapes import plain_model
 

@@ -5,8 +5,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from moedge.runtime.sampling import choose as choice
-from moedge.runtime.sampling.choose import Settings, choose
+from moedge.runtime.sampling import sampler as choice
+from moedge.runtime.sampling.sampler import Settings, choose
 
 GRID = 2048
 FILTERS = st.fixed_dictionaries(

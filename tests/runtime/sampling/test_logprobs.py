@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedge.runtime.sampling.choose import token_logprobs
+from moedge.runtime.sampling.sampler import token_logprobs
 
 
 @given(st.integers(0, 2**32), st.integers(0, 20), st.sampled_from([21, 300, 1009]))

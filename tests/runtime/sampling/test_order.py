@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from moedge.runtime.sampling.choose import below_peak, first_keys, rank_keys, read_keys
+from moedge.runtime.sampling.sampler import below_peak, first_keys, rank_keys, read_keys
 
 FLOATS = st.floats(width=32, allow_nan=False, max_value=float(np.float32(3e38)))
 # Few distinct values, both zeros and -inf among them: rows full of ties.

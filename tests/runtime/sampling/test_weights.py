@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedge.runtime.sampling.choose import total, unit, weights
+from moedge.runtime.sampling.sampler import total, unit, weights
 
 
 def at(temperature):

@@ -25,8 +25,8 @@ from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import PlanRequest, solve
 from moedge.runtime.plan.rates import rates_of
 from moedge.runtime.settings import errors
-from moedge.runtime.settings.budgets import MemoryBudget
 from moedge.runtime.settings.errors import OldTransformers, UnsupportedModel
+from moedge.runtime.settings.settings import MemoryBudget
 from moedge.runtime.shape import families
 from moedge.runtime.shape.config import ModelConfig
 from moedge.runtime.shape.families import INDEXED, MOE, SINCE, SUPPORTED
@@ -34,7 +34,7 @@ from moedge.runtime.shape.formula import is_worked_out, shape_of_config
 from moedge.runtime.shape.model_shape import KVGroup, ModelShape, shape_from_json, shape_to_json
 from moedge.runtime.shape.read import is_convolution, model_shape, read_shape
 from moedge.runtime.shape.shards import all_formats, checkpoint_nbytes, model_shards
-from moedge.runtime.source.headers import read_headers
+from moedge.runtime.source.model_source import read_headers
 from support.installed_transformers import NEWEST, installed, needs_transformers
 from support.known_shapes import CONFIGS
 from support.quantized_checkpoints import FORMATS, write_quantized

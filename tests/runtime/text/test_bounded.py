@@ -10,7 +10,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from moedge.runtime.settings.errors import PromptError, TokenizerError
 from moedge.runtime.text import control_tokens as bounded
 from moedge.runtime.text.control_tokens import PlainText, bounded_encoding, within
-from moedge.runtime.text.detokenizer import decoding
+from moedge.runtime.text.stream import decoding
 
 # Every attempt stays below the library's own limit, and there is one for every character.
 SLOW, SLOW_TEXT = r"(?=(?:a|aa|aaa){1,13}X)b", ("a" * 14 + "c") * 600

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
 
-from moedge.runtime.text.detokenizer import decoding
-from moedge.runtime.text.stream import TextStream
+from moedge.runtime.text.stream import TextStream, decoding
 
 quiet = settings(
     deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]

@@ -16,15 +16,14 @@ from moedge.runtime.engine.engine import Engine
 from moedge.runtime.engine.scheduler import PassLimits, Scheduler
 from moedge.runtime.engine.sequence import Batch
 from moedge.runtime.jobs.encode import RowEncoder
-from moedge.runtime.jobs.journal.record import CutChoice, Done
+from moedge.runtime.jobs.journal.state import CutChoice, Done
 from moedge.runtime.jobs.run import RowRunner
 from moedge.runtime.kv.cache import KVCache
 from moedge.runtime.kv.pool import KVPool
 from moedge.runtime.kv.spec import KVSpec
 from moedge.runtime.rows.answer_formats import Answers
-from moedge.runtime.rows.failure import RowFailure
 from moedge.runtime.rows.reader import rows_from
-from moedge.runtime.rows.row import Defaults, Row
+from moedge.runtime.rows.row import Defaults, Row, RowFailure
 from moedge.runtime.sampling.sampler import Sampler
 from moedge.runtime.shape.model_shape import KVGroup
 from moedge.runtime.text.tokenizer import Tokenizer

@@ -3,7 +3,7 @@
 import pytest
 
 from moedge.runtime.text.chat_stream import Harmony, StreamOptions, ThinkMarks, find_format, open_stream
-from moedge.runtime.text.detokenizer import decoding
+from moedge.runtime.text.stream import decoding
 
 from .conftest import CHANNELS, CHATML, bytes_tokenizer
 

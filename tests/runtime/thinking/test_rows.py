@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from moedge.runtime.jobs.encode import RowEncoder
-from moedge.runtime.rows.failure import RowFailure
 from moedge.runtime.rows.fields import kwargs_setting
 from moedge.runtime.rows.reader import rows_from
-from moedge.runtime.rows.row import Defaults, Row
+from moedge.runtime.rows.row import Defaults, Row, RowFailure
 from moedge.runtime.settings.errors import SettingError
 from moedge.runtime.text.tokenizer import Tokenizer
 

@@ -11,8 +11,7 @@ from moedge.offload.errors import BadStore
 from moedge.runtime.loading.prepare import prepare
 from moedge.runtime.plan.placement import Plan, Workload
 from moedge.runtime.plan.planner import make_plan
-from moedge.runtime.settings.budgets import Budgets, MemoryBudget
-from moedge.runtime.settings.settings import Settings
+from moedge.runtime.settings.settings import Budgets, MemoryBudget, Settings
 from moedge.runtime.shape.model_shape import ModelShape
 from moedge.runtime.source.model_source import open_source
 from moedge.runtime.weights.key_offsets import FILE, fixed_token_ids, kept

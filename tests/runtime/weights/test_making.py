@@ -25,9 +25,8 @@ from moedge.runtime.model.definition import LayerAssembly
 from moedge.runtime.model.loading import CheckpointLoader
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan
-from moedge.runtime.settings.budgets import Budgets, MemoryBudget
 from moedge.runtime.settings.errors import DoesNotFit
-from moedge.runtime.settings.settings import Settings
+from moedge.runtime.settings.settings import Budgets, MemoryBudget, Settings
 from moedge.runtime.shape.shards import ShardLayout, model_shards
 from moedge.runtime.source.model_source import ModelSource, open_source
 from moedge.runtime.weights.preparation import WINDOW_NBYTES, Preparation, ShardSink, window_nbytes

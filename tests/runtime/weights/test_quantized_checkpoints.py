@@ -18,8 +18,8 @@ from moedge.runtime.loading.prepare import precision, prepare
 from moedge.runtime.model.dequantize import dequantize
 from moedge.runtime.plan.cost_model import CostModel
 from moedge.runtime.plan.planner import PlanRequest, SearchSpace
-from moedge.runtime.settings.budgets import Budgets, MemoryBudget
 from moedge.runtime.settings.errors import SettingError
+from moedge.runtime.settings.settings import Budgets, MemoryBudget
 from moedge.runtime.shape.config import ModelConfig
 from moedge.runtime.shape.read import read_tensors
 from moedge.runtime.shape.shards import BESIDE_KEPT, default_format, offered_formats

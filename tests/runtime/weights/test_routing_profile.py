@@ -17,8 +17,7 @@ from moedge.runtime.loading.prepare import prepare
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import budget_range, make_plan
 from moedge.runtime.sampling.params import SamplingParams
-from moedge.runtime.settings.budgets import Budgets, MemoryBudget
-from moedge.runtime.settings.settings import Settings
+from moedge.runtime.settings.settings import Budgets, MemoryBudget, Settings
 from moedge.runtime.source.model_source import open_source
 from moedge.runtime.weights import streaming
 from moedge.runtime.weights.streaming import FILE, Profile, kept, merge, profile_shapes

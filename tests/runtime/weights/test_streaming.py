@@ -14,8 +14,7 @@ from moedge.runtime.loading.prepare import prepare
 from moedge.runtime.plan.placement import Plan, Workload
 from moedge.runtime.plan.planner import budget_range, make_plan
 from moedge.runtime.sampling.params import SamplingParams
-from moedge.runtime.settings.budgets import Budgets, MemoryBudget
-from moedge.runtime.settings.settings import Settings
+from moedge.runtime.settings.settings import Budgets, MemoryBudget, Settings
 from moedge.runtime.source.model_source import ModelSource, open_source
 
 LENGTHS, NEW_TOKENS = (3, 40, 17), 10

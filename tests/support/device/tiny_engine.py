@@ -17,8 +17,7 @@ from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.plan.placement import LOADING_NBYTES, Plan, Workload
 from moedge.runtime.plan.planner import budget_range, make_plan
 from moedge.runtime.sampling.params import SamplingParams
-from moedge.runtime.settings.budgets import LIBRARIES_NBYTES, DeviceBudget, MemoryBudget
-from moedge.runtime.settings.settings import Settings
+from moedge.runtime.settings.settings import LIBRARIES_NBYTES, DeviceBudget, MemoryBudget, Settings
 from moedge.runtime.shape.shards import model_shards, resident_nbytes
 from moedge.runtime.source.model_source import ModelSource
 

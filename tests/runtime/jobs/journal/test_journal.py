@@ -15,19 +15,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moedge.runtime.jobs.journal import journal as committer_file
-from moedge.runtime.jobs.journal.journal import Journal
-from moedge.runtime.jobs.journal.record import (
+from moedge.runtime.jobs.journal.journal import Journal, repair
+from moedge.runtime.jobs.journal.state import (
     HEAD_NBYTES,
     VERSION,
     Done,
+    Ending,
+    JobState,
     Kind,
     decode_done,
     encode,
     encode_done,
     frame,
+    read_state,
+    replay,
 )
-from moedge.runtime.jobs.journal.repair import repair
-from moedge.runtime.jobs.journal.state import Ending, JobState, read_state, replay
 from moedge.runtime.settings.errors import BadJournal, JournalFailed, OtherVersion
 
 NUM_ROWS = 40
