@@ -1,8 +1,8 @@
 """The GPU that computes, and host memory of exact size that is page-locked for copies to it as the machine allows.
 
 Host memory lies in huge pages. Torch rounds pinned blocks up to powers of two; a slab takes exactly the planned bytes.
-Knows bytes and calls, not streams or contents. Nothing of a GPU is called on a machine without one. Torch is imported where
-it is called.
+Knows bytes and calls, not streams or contents. Nothing of a GPU is called on a machine without one; torch is imported
+where it is called.
 """
 
 from __future__ import annotations
