@@ -14,8 +14,7 @@ from typing import Any
 import uvicorn
 from platformdirs import user_state_path
 
-from ...face import errors
-from ...runtime.jobs.folder import JobFolder, JobLock
+from ...face import JobFolder, JobLock, errors
 from .app import Service, Turns, make_app
 from .batches import BatchQueue, BatchSettings
 from .engine_thread import EngineThread
