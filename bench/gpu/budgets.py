@@ -10,7 +10,7 @@ from bench.gpu.report import Report
 from bench.gpu.throughput import KV, PROMPT, measure_small, memory_of
 from bench.gpu.throughput import measure as measure_run
 from moedge.offload.machine.hardware import find_gpus
-from moedge.quant.kernels.operands import Gpu
+from moedge.quant.kernels.gpu import Gpu
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan
 from moedge.runtime.settings.errors import DoesNotFit

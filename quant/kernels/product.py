@@ -12,7 +12,8 @@ import triton.language as tl
 from ..formats.format import ROWS, Layout
 from ..formats.nf4 import LEVELS
 from ..tensor import PackedTensor, torch_dtype
-from .operands import TILE_ROWS, Gate, Packed, Sizes, Stack, tile_rows, tiles_for
+from .operands import Gate, Packed, Sizes, Stack
+from .tuning import TILE_ROWS, tile_rows, tiles_for
 from .upload import upload
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ..formats.format import FormatError, get_format
-from ..kernels.operands import ACTIVATIONS, FORMATS, Gate
+from ..kernels.operands import ACTIVATIONS, Gate
 from ..kernels.product import GroupedProduct
+from ..kernels.tuning import FORMATS
 from ..tensor import PackedTensor, dtype_name
 from .selftest import BOUNDS, GATE, banded, definition, errors, random_matrix, trimmed
 

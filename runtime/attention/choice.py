@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...quant.kernels.operands import Gpu
+from ...quant.kernels.gpu import Gpu
 from ..settings.errors import SettingError
 
 

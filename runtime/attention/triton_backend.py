@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...quant.kernels.operands import Gpu
+from ...quant.kernels.gpu import Gpu
 from ...quant.kernels.product import Launch
 from ...quant.kv.codec import Coded, decode
 from ..engine.sequence import Batch

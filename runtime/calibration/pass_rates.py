@@ -24,8 +24,8 @@ from ...offload.errors import is_out_of_memory
 from ...offload.machine.profile import ATTENTION, TOGETHER, LoadingRates, Overheads
 from ...offload.machine.speeds import Case, best_seconds, measure_rates
 from ...quant.formats.format import QUANT_FORMATS, get_format
-from ...quant.kernels import operands
-from ...quant.kernels.operands import Gpu
+from ...quant.kernels import tuning
+from ...quant.kernels.gpu import Gpu
 from ...quant.kv.format import KV_FORMATS
 from ...quant.matmul.matmul import Matmul, ParallelMatmul, Workspace, kernel_order, measure_gemv_max_rows
 from ...quant.native import library
@@ -422,7 +422,7 @@ def device_rates(device: Device, gpu: Gpu) -> dict[str, dict[int, float]]:
     dtype = TORCH_DTYPES[choose_dtype("auto", "bf16", gpu)]
     rates = {name: {rows: _alone(device, name, dtype, rows) for rows in ROWS} for name in QUANT_FORMATS}
     if not gpu.lacks.experts:
-        rates |= {TOGETHER.format(name): _together(device, name, dtype) for name in operands.FORMATS}
+        rates |= {TOGETHER.format(name): _together(device, name, dtype) for name in tuning.FORMATS}
     if not gpu.lacks.attention:
         formats = [name for name in KV_FORMATS if TORCH_DTYPES.get(name, dtype) == dtype]
         rates |= {ATTENTION.format(name): _device_attention(device, gpu, name, dtype) for name in formats}

@@ -23,7 +23,8 @@ from ...offload.errors import is_out_of_memory
 from ...offload.machine.hardware import num_workers
 from ...offload.memory import KEPT_NBYTES, keep_memory, return_memory
 from ...offload.store.store import Store
-from ...quant.kernels.operands import INTERPRETER, TILE_ROWS, Gpu
+from ...quant.kernels.gpu import INTERPRETER, Gpu
+from ...quant.kernels.tuning import TILE_ROWS
 from ...quant.kernels.upload import open_ring
 from ...quant.kv.format import KVFormat
 from ...quant.matmul.matmul import ParallelMatmul, Workspace, kernel_order, measure_gemv_max_rows

@@ -11,7 +11,7 @@ from ...offload.device import Device, find_device
 from ...offload.errors import is_out_of_memory
 from ...offload.machine.profile import Machine
 from ...offload.memory import host_resident
-from ...quant.kernels.operands import Gpu
+from ...quant.kernels.gpu import Gpu
 from ..plan.planner import choose_dtype
 from ..settings.settings import (
     LIBRARIES_NBYTES,

@@ -32,8 +32,8 @@ from ...offload.device import Device, find_device
 from ...offload.errors import swallow_cuda_error
 from ...quant.formats import bitsandbytes_kernels
 from ...quant.formats.format import Layout, get_format
-from ...quant.kernels import operands
-from ...quant.kernels.operands import Gpu, Lacks, dotted, lack_of, triton_lack
+from ...quant.kernels import tuning
+from ...quant.kernels.gpu import Gpu, Lacks, dotted, lack_of, triton_lack
 from ...quant.matmul.matmul import ParallelMatmul, Workspace, kernel_order
 from ...quant.matmul.selftest import (
     ANY_KERNEL,
@@ -188,8 +188,8 @@ def usable_kernels(device: Device, needs: KernelNeeds) -> Gpu:
     # Imports Triton.
     tests = family_tests(device.torch_device, gpu, needs)
     lacks = {}
-    if not operands.supports(gpu.capability):
-        lacks["experts"] = _NO_TENSOR_CORES.format(dotted(operands.DOT_CAPABILITY), dotted(gpu.capability))
+    if not tuning.supports(gpu.capability):
+        lacks["experts"] = _NO_TENSOR_CORES.format(dotted(tuning.DOT_CAPABILITY), dotted(gpu.capability))
         del tests["experts"]
     if device.is_real:
         lacks |= {family: lack for family, lack in run_apart(device, needs, tuple(tests)).items() if lack}

@@ -12,8 +12,8 @@ from functools import cached_property
 from ...moe.routing_stats import most_rows
 from ...offload.machine.hardware import num_workers
 from ...quant.formats.format import TILES, get_format
-from ...quant.kernels import operands
-from ...quant.kernels.operands import Gpu
+from ...quant.kernels import tuning
+from ...quant.kernels.gpu import Gpu
 from ...quant.native import library
 from ...quant.native.library import CONSTANTS
 from ...quant.scratch import fused_row_nbytes, whole_vectors
@@ -214,9 +214,7 @@ _TILE_NBYTES, _SLOT_NBYTES = 20, 8
 
 def groups_experts(shape: ModelShape, quant: str, gpu: Gpu) -> bool:
     """Whether experts that arrive together are computed in one launch."""
-    return (
-        shape.num_experts > 0 and operands.reads(quant) and operands.supports(gpu.capability) and not gpu.lacks.experts
-    )
+    return shape.num_experts > 0 and tuning.reads(quant) and tuning.supports(gpu.capability) and not gpu.lacks.experts
 
 
 def experts_nbytes(shape: ModelShape, dtype: str, num_tokens: int) -> int:

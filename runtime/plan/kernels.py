@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from ...quant.formats.format import INTEGER_CODES, TILES, Layout
-from ...quant.kernels import operands
+from ...quant.kernels import tuning
 from ...quant.native import library
 from ..shape.model_shape import ModelShape
 from ..shape.shards import ModelShards, model_shards
@@ -62,7 +62,7 @@ def product_kernels(plan: Plan, shards: ModelShards) -> str:
 
 def _product(plan: Plan, layout: Layout, is_expert: bool) -> str:
     if plan.staging is not None:
-        return "triton" if is_expert and plan.grouped_experts and operands.reads(layout.format) else "torch"
+        return "triton" if is_expert and plan.grouped_experts and tuning.reads(layout.format) else "torch"
     if layout.order == TILES and plan.dtype == "bf16" and library.available():
         integers = plan.compute == "int8" and layout.codes in INTEGER_CODES
         return "tiles with int8 rows" if integers else "tiles"

@@ -20,7 +20,7 @@ from platformdirs import user_state_path
 
 from ...offload.atomic_file import own_name, write_atomically
 from ...offload.machine.hardware import Hardware, cpu_text, find_driver, gpu_text, num_threads
-from ...quant.kernels.operands import Lacks
+from ...quant.kernels.gpu import Lacks
 from ..settings.errors import DoesNotFit, SettingError
 from ..settings.settings import GIB, Settings
 from ..shape.model_shape import ModelShape, shape_to_json

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from ...offload.machine.hardware import Hardware
 from ...offload.machine.profile import Machine
 from ...quant.formats.format import QUANT_FORMATS, get_format
-from ...quant.kernels.operands import Gpu, dotted, interpreted
+from ...quant.kernels.gpu import Gpu, dotted, interpreted
 from ...quant.native import library
 from ..attention.choice import NO_LATENTS, AttentionNeeds, choose_attention, stores_by_kernel
 from ..kv.spec import SCAN_CHUNK, KVSpec

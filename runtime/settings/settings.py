@@ -14,7 +14,7 @@ from typing import Any
 from ...offload.budget import BadSize, auto_device, auto_host, gib, parse_size
 from ...offload.machine.hardware import Hardware
 from ...offload.memory import host_available, host_total
-from ...quant.kernels.operands import Gpu, Lacks
+from ...quant.kernels.gpu import Gpu, Lacks
 from .errors import SettingError
 
 

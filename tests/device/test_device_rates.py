@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from moedge.quant.kernels.operands import Gpu, Lacks
+from moedge.quant.kernels.gpu import Gpu, Lacks
 from moedge.runtime.calibration import pass_rates as measuring
 
 AMPERE, WITHOUT_TENSOR_CORES = (8, 6), (7, 0)

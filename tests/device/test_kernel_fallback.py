@@ -17,7 +17,7 @@ import pytest
 from moedge.apps.doctor.kernels import check_kernels
 from moedge.moe.routing_stats import wanted_by
 from moedge.offload.machine.hardware import Hardware
-from moedge.quant.kernels.operands import Gpu, Lacks
+from moedge.quant.kernels.gpu import Gpu, Lacks
 from moedge.quant.kernels.product import Launch
 from moedge.quant.matmul import grouped_selftest as products
 from moedge.runtime.jobs import lifecycle

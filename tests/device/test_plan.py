@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from moedge.quant.kernels.operands import Gpu, Lacks
+from moedge.quant.kernels.gpu import Gpu, Lacks
 from moedge.runtime.plan.placement import LOADING_NBYTES, MIN_RING_EXPERTS, Workload, device_ring
 from moedge.runtime.plan.planner import budget_range, make_plan
 from moedge.runtime.settings.errors import DoesNotFit

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from moedge.quant.kernels.operands import TILE_ROWS
 from moedge.quant.kernels.product import Launch
+from moedge.quant.kernels.tuning import TILE_ROWS
 from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.loading.rehearsal import prompt_tokens, rehearse
 from moedge.runtime.plan.placement import Workload

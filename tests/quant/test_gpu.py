@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from moedge.quant.kernels import operands
-from moedge.quant.kernels.operands import FORMATS, Gate, Gpu, Lacks, interpreted, lack_of, triton_lack
+from moedge.quant.kernels import gpu
+from moedge.quant.kernels.gpu import Gpu, Lacks, interpreted, lack_of, triton_lack
+from moedge.quant.kernels.operands import Gate
+from moedge.quant.kernels.tuning import FORMATS
 from moedge.quant.matmul import grouped_selftest as selftest
 from moedge.quant.matmul.grouped_selftest import ProductCase
 
@@ -15,7 +17,7 @@ def test_an_old_gpu_and_a_missing_triton_are_named(monkeypatch: pytest.MonkeyPat
     assert interpreted()
     assert triton_lack((8, 6)) == ""
     assert "7.5 and newer, this GPU has 6.1" in triton_lack((6, 1))
-    monkeypatch.setattr(operands, "find_spec", lambda name: None)
+    monkeypatch.setattr(gpu, "find_spec", lambda name: None)
     assert "pip install triton" in triton_lack((8, 6))
     assert not interpreted()
 

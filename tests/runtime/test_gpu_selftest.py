@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from moedge.quant.kernels.operands import Gpu
+from moedge.quant.kernels.gpu import Gpu
 from moedge.quant.kernels.product import Launch
 from moedge.runtime.attention.selftest import DECODE, EXTEND, Heads, wrong_attention, wrong_store
 from moedge.runtime.attention.triton_backend import TritonAttention, store_by_kernel

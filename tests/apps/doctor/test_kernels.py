@@ -11,8 +11,8 @@ from moedge.apps.doctor.host import Verdict
 from moedge.offload.device import find_device
 from moedge.quant.formats import bitsandbytes_kernels
 from moedge.quant.formats.format import QUANT_FORMATS
-from moedge.quant.kernels import operands
-from moedge.quant.kernels.operands import Gpu, Lacks
+from moedge.quant.kernels import gpu
+from moedge.quant.kernels.gpu import Gpu, Lacks
 from moedge.quant.matmul.matmul import ParallelMatmul
 from moedge.quant.native import library
 from moedge.runtime.loading import selftest
@@ -105,7 +105,7 @@ def test_an_old_gpu_and_fp16_on_one_without_bf16_are_said() -> None:
 
 
 def test_without_triton_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operands, "find_spec", lambda name: None)
+    monkeypatch.setattr(gpu, "find_spec", lambda name: None)
     (finding,) = kernels.check_kernels(device((8, 6)))
     assert (finding.verdict, finding.fix) == (Verdict.WARN, "pip install triton")
 

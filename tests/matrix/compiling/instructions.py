@@ -19,8 +19,9 @@ from triton.runtime.driver import driver
 from matrix.compiling import facts
 from moedge.quant.formats.format import get_format
 from moedge.quant.kernels import operands, product
-from moedge.quant.kernels.operands import TILE_ROWS, Gate
+from moedge.quant.kernels.operands import Gate
 from moedge.quant.kernels.product import Launch
+from moedge.quant.kernels.tuning import TILE_ROWS
 from moedge.quant.tensor import PackedTensor, torch_dtype
 from moedge.runtime.attention.kernels.operands import has_dot
 from support.kernels import paged_cases

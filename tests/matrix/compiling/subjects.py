@@ -12,8 +12,9 @@ import torch
 
 from matrix.compiling.pairwise import pairwise
 from moedge.quant.formats.format import get_format
-from moedge.quant.kernels.operands import TILE_ROWS, Gate, supports
+from moedge.quant.kernels.operands import Gate
 from moedge.quant.kernels.product import GroupedProduct, Launch
+from moedge.quant.kernels.tuning import TILE_ROWS, supports
 from moedge.quant.tensor import PackedTensor, torch_dtype
 from moedge.runtime.attention.kernels.launch import attend_launches, store_launch
 from moedge.runtime.attention.kernels.operands import decode_cut, extend_cut, has_dot

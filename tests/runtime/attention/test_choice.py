@@ -2,7 +2,7 @@
 
 import pytest
 
-from moedge.quant.kernels.operands import Gpu, Lacks
+from moedge.quant.kernels.gpu import Gpu, Lacks
 from moedge.runtime.attention.choice import AttentionNeeds, choose_attention
 from moedge.runtime.settings.errors import SettingError
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from moedge.quant.kernels.operands import Gpu
+from moedge.quant.kernels.gpu import Gpu
 from moedge.quant.kernels.product import Launch
 from moedge.quant.kv.format import KV_FORMATS
 from moedge.runtime.attention import protocol

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moedge.quant.kernels.operands import Gpu
+from moedge.quant.kernels.gpu import Gpu
 from support.kernels.attention_setup import AMPERE, TURING, TritonSetup
 
 TESTS = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ import torch
 
 from moedge.moe.streaming_order import ExpertOptions, Mode
 from moedge.offload.device import Device
-from moedge.quant.kernels.operands import OLDEST_CAPABILITY, Gpu, Lacks
+from moedge.quant.kernels.gpu import OLDEST_CAPABILITY, Gpu, Lacks
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.jobs.report import experts as experts_of
 from moedge.runtime.jobs.summary import Experts

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from moedge.quant.kernels.operands import Gpu
+from moedge.quant.kernels.gpu import Gpu
 from moedge.quant.kv.codec import Coded
 from moedge.runtime.attention.protocol import AttentionCall
 from moedge.runtime.attention.torch_backend import TorchAttention

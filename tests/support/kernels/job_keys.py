@@ -18,7 +18,8 @@ from triton.runtime.driver import driver
 
 from matrix.compiling.facts import OtherGpu, specialization
 from moedge.quant.formats.format import get_format
-from moedge.quant.kernels.operands import Gate, Gpu
+from moedge.quant.kernels.gpu import Gpu
+from moedge.quant.kernels.operands import Gate
 from moedge.quant.kernels.product import GroupedProduct, Launch, warm_up_launches
 from moedge.quant.tensor import PackedTensor
 from moedge.runtime.attention.triton_backend import TritonAttention
