@@ -15,7 +15,8 @@ from .runtime.jobs.run import AnswerText, OpenRow
 from .runtime.jobs.stop import DeferredInterrupt
 from .runtime.plan.placement import Workload
 from .runtime.rows.row import Row
-from .runtime.sampling.params import SamplingParams, model_defaults
+from .runtime.sampling.model_defaults import model_defaults
+from .runtime.sampling.params import SamplingParams
 from .runtime.settings.errors import DoesNotFit
 from .runtime.settings.settings import Budgets, Settings
 from .runtime.text.chat_stream import StreamOptions

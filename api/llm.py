@@ -22,7 +22,8 @@ from .runtime.plan.placement import Plan
 from .runtime.plan.planner import SearchSpace
 from .runtime.rows.row import Defaults, Endpoint, InvalidRow, RowFailure
 from .runtime.rows.row_formats import RowBuilder, RowPosition, line_id
-from .runtime.sampling.params import FinishReason, model_defaults
+from .runtime.sampling.model_defaults import model_defaults
+from .runtime.sampling.params import FinishReason
 from .runtime.settings.errors import BadArgument, EngineUnavailable, PromptError, shown
 from .runtime.settings.option import check, with_options
 from .runtime.settings.options import BatchOptions, JobOptions, LLMOptions

@@ -34,7 +34,7 @@ import torch
 from transformers import AutoTokenizer
 
 from bench.make_real_mixture import prose
-from moedge.moe.streaming_order import ExpertOptions, Mode
+from moedge.moe.streaming_mode import ExpertOptions, Mode
 from moedge.offload.memory import host_peak, return_memory
 from moedge.offload.stream.stream import ShardKey
 from moedge.runtime.engine.sequence import Sequence

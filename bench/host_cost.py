@@ -33,7 +33,8 @@ import torch
 from moedge.moe.expert import ExpertGroups, ExpertWeights, group_by_expert
 from moedge.moe.expert_cache import ExpertSlots, Popular, StreamingExpertCache
 from moedge.moe.routing_stats import RoutingStats
-from moedge.moe.streaming_order import ExpertFetchQueue, Forecast, Mode, ModeChoice, RouterLatency, StreamingOrder
+from moedge.moe.streaming_mode import Mode, ModeChoice, RouterLatency
+from moedge.moe.streaming_order import ExpertFetchQueue, Forecast, StreamingOrder
 from moedge.offload.device import Pinned
 from moedge.offload.stream.cuda_lane import CudaLane
 from moedge.offload.stream.stream import ALIGNMENT, Lane, Ring, Shard, ShardKey, ShardStream, Slot, SyncPoint

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from bench.make_real_mixture import code, prose
 from moedge.moe.expert_cache import Popular
 from moedge.moe.routing_stats import RoutingStats
-from moedge.moe.streaming_order import Mode, ModeChoice, Waits, num_guesses
+from moedge.moe.streaming_mode import Mode, ModeChoice, Waits, num_guesses
 from moedge.offload.stream.stream import ShardKey
 from support.experts.replay import HoldPolicy, belady, replay
 

@@ -18,7 +18,8 @@ from ..quant.matmul.matmul import Matmul, ParallelMatmul
 from ..quant.matmul.tiled import ExpertRows
 from ..quant.scratch import whole_vectors
 from ..quant.tensor import PackedTensor
-from .routing_stats import RoutingStats, padded_rows
+from .expected_rows import padded_rows
+from .routing_stats import RoutingStats
 
 
 @dataclass(frozen=True, slots=True)

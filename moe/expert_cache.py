@@ -13,7 +13,8 @@ import torch
 from ..offload.stream.stream import Arrival, ShardKey
 from .expert import ExpertGroups, ExpertWeights, OneShotEvent, ResidentExpert
 from .routing_stats import RoutingStats
-from .streaming_order import ForecastCounts, Mode, StreamingOrder
+from .streaming_mode import Mode
+from .streaming_order import ForecastCounts, StreamingOrder
 
 if TYPE_CHECKING:
     import numpy as np

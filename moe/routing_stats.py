@@ -12,57 +12,8 @@ from math import isclose
 import numpy as np
 import numpy.typing as npt
 
-
-def expected_union(
-    tokens: float, per_token: int, num_experts: int, probabilities: Sequence[float] | None = None
-) -> float:
-    """The expected number of experts of a layer that at least one of `tokens` independent tokens wants.
-
-    `probabilities` [num_experts] says how likely a token chooses each expert and adds up to `per_token`; None means
-    uniform. Tokens of one text choose similar experts, so for them this is an upper bound.
-    """
-    if probabilities is None:
-        probabilities = [per_token / num_experts] * num_experts
-    return sum(wanted_by(tokens, probability) for probability in probabilities)
-
-
-def wanted_by(tokens: float, probability: float) -> float:
-    """The probability that one of `tokens` tokens chooses an expert that each chooses with `probability`."""
-    missed: float = (1.0 - min(probability, 1.0)) ** tokens
-    return 1.0 - missed
-
-
-# Larger groups of rows are padded to a multiple of this. Kernels made for a shape are kept for the next product of that
-# shape: with every row count from 1 to 500 they took 200 MiB, with multiples of 16 a tenth, in the same time. Kernels
-# for few rows cost by the row, so smaller groups are not padded.
-ROW_MULTIPLE = 16
-
-
-def padded_rows(count: int) -> int:
-    """The number of rows that an expert computes for `count` tokens."""
-    return count if count < ROW_MULTIPLE else -(-count // ROW_MULTIPLE) * ROW_MULTIPLE
-
-
-def most_rows(num_tokens: int, per_token: int, num_experts: int) -> int:
-    """The largest number of rows that all experts of a layer compute together, padding included."""
-    assigned = num_tokens * per_token
-    return assigned + min(num_experts, assigned) * ROW_MULTIPLE
-
-
-class RunningMean:
-    """`value` is None before the first observation unless it is given; `newest` is the weight of each new observation.
-
-    Statistics of many experts at once are arrays that decay in the same way (expert_cache.py).
-    """
-
-    __slots__ = ("_newest", "value")
-
-    def __init__(self, newest: float, value: float | None = None) -> None:
-        self._newest = newest
-        self.value = value
-
-    def observe(self, value: float) -> None:
-        self.value = value if self.value is None else self.value + self._newest * (value - self.value)
+from .expected_rows import wanted_by
+from .running_mean import RunningMean
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from ...moe.routing_stats import expected_union
+from ...moe.expected_rows import expected_union
 from ...offload.device import Device
 from ...offload.errors import is_out_of_memory
 from ...offload.machine.profile import ATTENTION, TOGETHER, LoadingRates, Overheads

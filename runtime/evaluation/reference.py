@@ -35,9 +35,9 @@ from ..plan.candidate import SLACK_NBYTES
 from ..settings.errors import DoesNotFit
 from ..settings.settings import MIB, process_nbytes
 from ..settings.stages import Advance, stage
+from ..shape.checkpoint_shape import open_checkpoint, read_tensors
 from ..shape.config import CONFIG, ModelConfig
 from ..shape.model_shape import ModelShape
-from ..shape.read import open_checkpoint, read_tensors
 from ..shape.shards import ITEM_NBYTES, ModelShards, ShardMatrix, checkpoint_nbytes, resident_nbytes
 from ..source.model_source import ModelSource
 from ..weights.preparation import WINDOW_COPIES, widening_nbytes

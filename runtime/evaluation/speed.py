@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...moe.streaming_order import ExpertOptions
+from ...moe.streaming_mode import ExpertOptions
 from ...offload.memory import Heap
 from ..engine import sequence
 from ..jobs.job_plan import equal_rows, with_workload

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import exp
 from typing import TYPE_CHECKING, NamedTuple
 
-from ...moe.routing_stats import RunningMean
+from ...moe.running_mean import RunningMean
 from ...offload.memory import host_resident
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from ...moe.streaming_order import DEFAULTS, ExpertOptions
+from ...moe.streaming_mode import DEFAULTS, ExpertOptions
 from ...offload.memory import Heap, reset_host_peak, return_memory, trim
 from ..loading.engine_loader import LoadedModel, load_engine, load_with_fallback
 from ..loading.machine_memory import MachineMemory, limit_pins, open_memory

@@ -6,8 +6,8 @@ from dataclasses import fields, is_dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
+from ...moe.streaming_mode import RouterLatency
 from ...moe.streaming_order import Forecast as ExpertForecast
-from ...moe.streaming_order import RouterLatency
 from ..engine.engine import Metrics, quantiles
 from ..loading.engine_loader import LoadedEngine
 from ..plan.fallback import FallbackPolicy

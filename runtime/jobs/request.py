@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...moe.streaming_order import DEFAULTS, ExpertOptions, Mode
+from ...moe.streaming_mode import DEFAULTS, ExpertOptions, Mode
 from ...offload.errors import BadStore
 from ...offload.store.manifest import MANIFEST, read_manifest
 from ..plan.planner import reads_integers
@@ -24,7 +24,7 @@ from ..rows.fields import kwargs_setting
 from ..rows.row import Defaults
 from ..rows.row_formats import rows_as, settled
 from ..rows.tables import InputFormat, input_format
-from ..sampling.params import unset_names
+from ..sampling.model_defaults import unset_names
 from ..settings.errors import BadArgument, JobMismatch, SettingError
 from ..settings.option import options_of
 from ..settings.options import BatchOptions, Size, WorkloadOptions

@@ -17,7 +17,8 @@ from ..rows.fields import invalid_schema
 from ..rows.reader import RowFile
 from ..rows.row import CONTINUE_CUT, Defaults, Endpoint, ErrorCode, Row, RowFailure
 from ..rows.row_formats import RowBuilder, RowPosition
-from ..sampling.params import FinishReason, TokenLogprob, model_defaults
+from ..sampling.model_defaults import model_defaults
+from ..sampling.params import FinishReason, TokenLogprob
 from ..text.chat_stream import ChatStream
 from ..text.messages import FunctionCall, split_calls
 from ..text.stream import TextStream

@@ -24,7 +24,7 @@ from ..rows.preflight import Preflight, preflight
 from ..rows.reader import STDIN, Fingerprint, RowIndex, packed, prefix_digest
 from ..rows.row import Defaults
 from ..rows.tables import InputFormat, input_format
-from ..sampling.params import ModelDefaults, model_defaults
+from ..sampling.model_defaults import ModelDefaults, model_defaults
 from ..settings.errors import ExportFailed, InputChanged, InputRefused, JobMismatch, JournalFailed, Stalled, counted
 from ..settings.settings import Settings
 from ..source.model_source import ModelSource, open_source

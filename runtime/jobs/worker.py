@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import islice
 
-from ...moe.streaming_order import DEFAULTS, ExpertOptions
+from ...moe.streaming_mode import DEFAULTS, ExpertOptions
 from ...offload.memory import Heap, reset_host_peak
 from ..engine.engine import Metrics
 from ..loading.engine_loader import LoadedEngine, LoadedModel

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...moe.expert import ExpertWeights, ResidentExpert, group_by_expert
-from ...moe.streaming_order import DEFAULTS, ExpertOptions
+from ...moe.streaming_mode import DEFAULTS, ExpertOptions
 from ...offload.device import Device
 from ...offload.errors import is_out_of_memory
 from ...offload.machine.hardware import num_workers
@@ -54,9 +54,9 @@ from ..plan.memory_ledger import FUSED, KV_CACHE, PARKED, RINGS, STAGED, STATES,
 from ..plan.placement import LOADING_NBYTES, Plan
 from ..sampling.sampler import Sampler
 from ..settings.stages import stage
+from ..shape.checkpoint_shape import open_checkpoint, read_tensors
 from ..shape.config import ModelConfig
 from ..shape.model_shape import ModelShape
-from ..shape.read import open_checkpoint, read_tensors
 from ..shape.shards import ModelShards, helper_nbytes, model_shards, workspace_nbytes
 from ..source.model_source import ModelSource
 from ..source.stored_model import read_resident

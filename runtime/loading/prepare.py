@@ -28,9 +28,9 @@ from ..plan.planner import budget_range, make_plan
 from ..settings.errors import DoesNotFit, SettingError
 from ..settings.settings import Budgets, MemoryBudget, Settings
 from ..settings.stages import Advance, stage
+from ..shape.checkpoint_shape import open_checkpoint, read_tensors
 from ..shape.config import ModelConfig
 from ..shape.model_shape import shape_to_json
-from ..shape.read import open_checkpoint, read_tensors
 from ..shape.shards import lies_unpacked, model_shards, offered_formats, settled_format, weights_nbytes
 from ..source.model_source import ModelSource, model_fingerprint, recipe
 from ..source.stored_model import FindLinked, carried_files, write_resident

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ...moe.routing_stats import most_rows
+from ...moe.expected_rows import most_rows
 from ...offload.machine.hardware import num_workers
 from ...quant.formats.format import TILES, get_format
 from ...quant.kernels import tuning

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any, Literal, Protocol
 
-from ...moe.routing_stats import padded_rows, wanted_by
+from ...moe.expected_rows import padded_rows, wanted_by
 from ...offload.machine.presets import SHARED_HEADS, TORCH_ATTENTION, sampling_s
 from ...offload.machine.profile import ATTENTION, LATENTS, TOGETHER
 from ...quant.formats.format import CODE_BITS, get_format

@@ -8,7 +8,7 @@ from ...offload.checkpoint.gguf_file import is_gguf, split_files
 from ...offload.errors import BadCheckpoint
 from ...offload.store.stores import disk_free, disk_of
 from ..settings.errors import ModelNotFound, UnsupportedModel
-from ..shape.read import read_shape
+from ..shape.checkpoint_shape import read_shape
 
 # Weights as safetensors, tokenizer and configuration: no pickle and no code is ever fetched.
 _WANTED = ["*.safetensors", "*.json", "tokenizer.model", "*.jinja", "*.txt"]

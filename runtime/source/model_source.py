@@ -39,11 +39,12 @@ from ...quant.kv.format import KV_FORMATS
 from ..kv.spec import KVSpec, StateSpec
 from ..settings.errors import ModelNotFound, SettingError
 from ..settings.settings import Settings
+from ..shape.checkpoint_shape import gguf_values, read_shape
 from ..shape.config import CONFIG, MAX_CONFIG_NBYTES, ModelConfig
 from ..shape.families import text_name
 from ..shape.formula import is_worked_out, shape_of_config
 from ..shape.model_shape import ModelShape, shape_from_json
-from ..shape.read import gguf_values, model_shape, read_shape
+from ..shape.read import model_shape
 from ..shape.shards import all_formats, checkpoint_nbytes, weights_nbytes
 from .hub import download_space, find_model, hub_reason, local_folder, repository_of
 

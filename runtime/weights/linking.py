@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from ...offload.checkpoint.checkpoint import CHUNK_NBYTES, Checkpoint, RunFinder, TensorRun
+from ...offload.checkpoint.checkpoint import Checkpoint
+from ...offload.checkpoint.extents import CHUNK_NBYTES, RunFinder, TensorRun
 from ...offload.store.manifest import HEAD_FILE, LinkedPart, LinkedShard, LinkedTensor, SourceFile, layer_file
 from ...offload.store.writer import LayerFile, StoreWriter
 from ...quant.matmul.matmul import ParallelMatmul

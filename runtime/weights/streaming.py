@@ -23,15 +23,8 @@ from safetensors.torch import load_file, save
 from ...moe.expert import ExpertWeights, HeldExperts
 from ...moe.expert_cache import ExpertSlots, Popular, StreamedExperts, StreamingExpertCache
 from ...moe.routing_stats import RoutingStats
-from ...moe.streaming_order import (
-    DEFAULTS,
-    ExpertFetchQueue,
-    ExpertOptions,
-    Forecast,
-    ModeChoice,
-    RouterLatency,
-    StreamingOrder,
-)
+from ...moe.streaming_mode import DEFAULTS, ExpertOptions, ModeChoice, RouterLatency
+from ...moe.streaming_order import ExpertFetchQueue, Forecast, StreamingOrder
 from ...offload.atomic_file import TEMPORARY_SUFFIX, write_atomically
 from ...offload.device import Device, HostMemory, Pinned
 from ...offload.store.shard_file import ShardExtent

@@ -55,7 +55,7 @@ def test_a_row_that_alone_exceeds_the_cache_fails_and_is_counted_before_the_run(
     tmp_path: Path,
 ) -> None:
     """The budget is a few blocks more than the short rows need: everything else is a constant here."""
-    from moedge.moe.routing_stats import wanted_by
+    from moedge.moe.expected_rows import wanted_by
     from moedge.runtime.jobs import lifecycle
     from moedge.runtime.loading.rehearsal import Rehearsed
     from moedge.runtime.plan.memory_ledger import MemoryLedger

@@ -25,7 +25,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "IN_FLIGHT", 1)
     monkeypatch.setattr(measuring, "_DEVICE_SECONDS", 0.0)
     monkeypatch.setattr(measuring, "QUANT_FORMATS", ("nf4",))
-    monkeypatch.setattr(measuring.operands, "FORMATS", ("nf4",))
+    monkeypatch.setattr(measuring.tuning, "FORMATS", ("nf4",))
     monkeypatch.setattr(measuring, "KV_FORMATS", ("fp32", "int8"))
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from moedge.moe.expert_cache import ExpertSlots
-from moedge.moe.streaming_order import ExpertFetchQueue, Mode
+from moedge.moe.streaming_mode import Mode
+from moedge.moe.streaming_order import ExpertFetchQueue
 from moedge.offload.stream.stream import ShardKey
 
 # Each mode, share and tier mix in some combination; matrix/expert_modes.py has all of them.

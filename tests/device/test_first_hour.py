@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from moedge.moe.streaming_order import ExpertOptions, Mode
+from moedge.moe.streaming_mode import ExpertOptions, Mode
 from moedge.offload import device as slab
 from moedge.offload import errors as cuda_error
 from moedge.offload.device import HostMemory

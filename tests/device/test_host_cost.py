@@ -18,7 +18,7 @@ import torch
 
 from moedge.moe import expert
 from moedge.moe.expert import ExpertGroups
-from moedge.moe.streaming_order import ExpertOptions, Mode
+from moedge.moe.streaming_mode import ExpertOptions, Mode
 from moedge.runtime.plan.planner import Settings
 from moedge.runtime.source.model_source import open_source
 from support.tiny_families import build_tokenizer, tiny_config

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from moedge.apps.doctor.kernels import check_kernels
-from moedge.moe.routing_stats import wanted_by
+from moedge.moe.expected_rows import wanted_by
 from moedge.offload.machine.hardware import Hardware
 from moedge.quant.kernels.gpu import Gpu, Lacks
 from moedge.quant.kernels.product import Launch

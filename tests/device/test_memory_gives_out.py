@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from moedge.moe.streaming_order import ExpertOptions, Mode
+from moedge.moe.streaming_mode import ExpertOptions, Mode
 from moedge.runtime.engine import engine as engine_module
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine, load_with_fallback

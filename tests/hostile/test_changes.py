@@ -13,8 +13,8 @@ from moedge.offload.errors import BadCheckpoint
 from moedge.quant.matmul.matmul import ParallelMatmul, Workspace
 from moedge.runtime.model.definition import define
 from moedge.runtime.plan.placement import everything
+from moedge.runtime.shape.checkpoint_shape import read_shape
 from moedge.runtime.shape.config import ModelConfig
-from moedge.runtime.shape.read import read_shape
 from moedge.runtime.shape.shards import model_shards
 from moedge.runtime.weights.memory import WeightMemory
 from moedge.runtime.weights.preparation import MemorySink, Preparation

@@ -12,7 +12,7 @@ import pytest
 
 from moedge.offload.checkpoint import gguf_file
 from moedge.offload.errors import BadCheckpoint
-from moedge.runtime.shape.read import read_shape
+from moedge.runtime.shape.checkpoint_shape import read_shape
 from moedge.runtime.source.model_source import model_fingerprint, open_source
 from support.hostile.gguf import (
     NUMBERS,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from moedge.offload.errors import BadCheckpoint
-from moedge.runtime.sampling.params import model_defaults
+from moedge.runtime.sampling.model_defaults import model_defaults
 from moedge.runtime.settings.errors import PromptError, TokenizerError
 from moedge.runtime.text.folder import SMALL_FILES, has_chat_template
 from moedge.runtime.text.tokenizer import Tokenizer

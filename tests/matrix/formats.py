@@ -25,8 +25,8 @@ from moedge.quant.formats.format import QUANT_FORMATS
 from moedge.runtime.loading.prepare import precision, prepare
 from moedge.runtime.model.dequantize import dequantize
 from moedge.runtime.settings.settings import Budgets
+from moedge.runtime.shape.checkpoint_shape import read_config, read_tensors
 from moedge.runtime.shape.config import ModelConfig
-from moedge.runtime.shape.read import read_config, read_tensors
 from moedge.runtime.source.model_source import open_source
 from support.gguf_files import build, save_tokenizer, to_gguf
 from support.models_page import FAMILY_GROUPS, with_formats

@@ -127,7 +127,7 @@ def run_batch(batch: Batch) -> list[Result]:
 
 
 def load(folder: Path) -> None:
-    from moedge.runtime.shape.read import read_shape
+    from moedge.runtime.shape.checkpoint_shape import read_shape
     from support.hostile.load import load_weights
 
     load_weights(folder, read_shape(folder))
@@ -192,7 +192,7 @@ def header(seed: int, batch: Batch) -> Result:
 def limit(seed: int, batch: Batch) -> Result:
     from moedge.offload.errors import BadCheckpoint
     from moedge.runtime.settings.errors import UnsupportedModel
-    from moedge.runtime.shape.read import read_shape
+    from moedge.runtime.shape.checkpoint_shape import read_shape
 
     kind, (make, wanted) = list(LIMITS.items())[seed]
     folder = batch.scratch / f"limit-{seed}"

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from moedge.moe.routing_stats import expected_union
+from moedge.moe.expected_rows import expected_union
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 20])

@@ -12,7 +12,8 @@ from moedge.moe import expert_cache
 from moedge.moe.expert import ExpertBody, OneShotEvent, ResidentExpert, mix_experts
 from moedge.moe.expert_cache import ExpertSlots, Popular, StreamedExperts, StreamingExpertCache
 from moedge.moe.routing_stats import RoutingStats
-from moedge.moe.streaming_order import ExpertFetchQueue, Forecast, Mode, ModeChoice, RouterLatency, StreamingOrder
+from moedge.moe.streaming_mode import Mode, ModeChoice, RouterLatency
+from moedge.moe.streaming_order import ExpertFetchQueue, Forecast, StreamingOrder
 from moedge.offload.stream.stream import ALIGNMENT, ShardKey
 from moedge.quant.matmul.matmul import Matmul, ParallelMatmul, Workspace
 from support.experts.instant_lane import InstantLane, number, open_stream, shard

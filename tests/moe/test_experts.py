@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moedge.moe import expert as moe_groups
+from moedge.moe.expected_rows import padded_rows
 from moedge.moe.expert import (
     ExpertBody,
     ExpertGroups,
@@ -20,7 +21,7 @@ from moedge.moe.expert import (
     group_by_expert,
     mix_experts,
 )
-from moedge.moe.routing_stats import RoutingStats, padded_rows
+from moedge.moe.routing_stats import RoutingStats
 from moedge.quant.kernels.operands import recognise
 from moedge.quant.kernels.product import GroupedProduct, Launch
 from moedge.quant.matmul.matmul import ParallelMatmul, Workspace

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from moedge.moe.routing_stats import Popularity, RoutingStats, expected_union, wanted_by
-from moedge.moe.streaming_order import Mode, ModeChoice, RouterLatency, Waits, guess_savings, num_guesses
+from moedge.moe.expected_rows import expected_union, wanted_by
+from moedge.moe.routing_stats import Popularity, RoutingStats
+from moedge.moe.streaming_mode import Mode, ModeChoice, RouterLatency, Waits, guess_savings, num_guesses
 
 E, A = 64, 8
 

@@ -8,9 +8,9 @@ from safetensors.torch import load_file, save_file
 
 from moedge.offload.errors import BadCheckpoint
 from moedge.runtime.settings.errors import UnsupportedModel
+from moedge.runtime.shape.checkpoint_shape import read_shape
 from moedge.runtime.shape.config import ModelConfig
 from moedge.runtime.shape.families import SUPPORTED, WRAPPERS
-from moedge.runtime.shape.read import read_shape
 from support.family_run import run_checkpoint, tokens_of
 from support.installed_transformers import installed
 from support.tiny_families import MULTIMODAL, save_multimodal

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moedge.moe.routing_stats import expected_union
+from moedge.moe.expected_rows import expected_union
 from moedge.offload.errors import OutOfBudget
 from moedge.offload.machine.profile import Overheads
 from moedge.offload.store import stores

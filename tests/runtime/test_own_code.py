@@ -8,8 +8,8 @@ import pytest
 
 from moedge.plan_report import plan
 from moedge.runtime.settings.errors import UnsupportedModel
+from moedge.runtime.shape.checkpoint_shape import read_shape
 from moedge.runtime.shape.config import ModelConfig
-from moedge.runtime.shape.read import read_shape
 from support.family_run import run_checkpoint, tokens_of
 from support.tiny_families import save_tiny
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from moedge.moe.routing_stats import Popularity, wanted_by
+from moedge.moe.expected_rows import wanted_by
+from moedge.moe.routing_stats import Popularity
 from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.loading.prepare import prepare
 from moedge.runtime.loading.rehearsal import Rehearsed, prompt_tokens, rehearse

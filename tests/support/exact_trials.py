@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moedge.moe.streaming_order import ExpertOptions, Mode
+from moedge.moe.streaming_mode import ExpertOptions, Mode
 from moedge.quant.kv.format import KV_FORMATS
 from moedge.quant.matmul.thread_pool import torch_threads
 from moedge.runtime.engine.sequence import Sequence

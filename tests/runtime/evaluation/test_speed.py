@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moedge.cli.views.bench_view import print_bench
-from moedge.moe.streaming_order import DEFAULTS
+from moedge.moe.streaming_mode import DEFAULTS
 from moedge.runtime.evaluation.speed import Load, bench
 from moedge.runtime.jobs import job_plan
 from moedge.runtime.settings.errors import SettingError

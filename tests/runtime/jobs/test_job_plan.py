@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moedge.moe.routing_stats import wanted_by
+from moedge.moe.expected_rows import wanted_by
 from moedge.offload.machine.hardware import Hardware
 from moedge.offload.machine.profile import Disk, DiskRead, LoadingRates, Machine, Overheads
 from moedge.quant.native import library

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moedge.runtime.sampling.params import model_defaults
+from moedge.runtime.sampling.model_defaults import model_defaults
 
 
 def of(folder: Path, content: Any) -> Any:

@@ -16,8 +16,9 @@ from moedge.offload.errors import BadCheckpoint
 from moedge.runtime.model.definition import define
 from moedge.runtime.model.loading import CheckpointLoader
 from moedge.runtime.settings.errors import UnsupportedModel
+from moedge.runtime.shape.checkpoint_shape import check_tensors, read_shape
 from moedge.runtime.shape.config import ModelConfig
-from moedge.runtime.shape.read import by_layer, check_tensors, kv_groups, read_shape
+from moedge.runtime.shape.read import by_layer, kv_groups
 from support.tiny_families import FEATURES, stored_numel, tiny_config
 
 

@@ -28,11 +28,12 @@ from moedge.runtime.settings import errors
 from moedge.runtime.settings.errors import OldTransformers, UnsupportedModel
 from moedge.runtime.settings.settings import MemoryBudget
 from moedge.runtime.shape import families
+from moedge.runtime.shape.checkpoint_shape import read_shape
 from moedge.runtime.shape.config import ModelConfig
 from moedge.runtime.shape.families import INDEXED, MOE, SINCE, SUPPORTED
 from moedge.runtime.shape.formula import is_worked_out, shape_of_config
 from moedge.runtime.shape.model_shape import KVGroup, ModelShape, shape_from_json, shape_to_json
-from moedge.runtime.shape.read import is_convolution, model_shape, read_shape
+from moedge.runtime.shape.read import is_convolution, model_shape
 from moedge.runtime.shape.shards import all_formats, checkpoint_nbytes, model_shards
 from moedge.runtime.source.model_source import read_headers
 from support.installed_transformers import NEWEST, installed, needs_transformers

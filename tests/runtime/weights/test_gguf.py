@@ -16,8 +16,8 @@ from moedge.runtime.plan.planner import make_plan
 from moedge.runtime.settings import errors
 from moedge.runtime.settings.errors import ModelNotFound, OldTransformers, UnsupportedModel
 from moedge.runtime.settings.settings import MemoryBudget
+from moedge.runtime.shape.checkpoint_shape import read_config, read_shape, read_tensors
 from moedge.runtime.shape.gguf import ARCHITECTURES, gguf_config
-from moedge.runtime.shape.read import read_config, read_shape, read_tensors
 from moedge.runtime.source.hub import find_model
 from moedge.runtime.source.model_source import describe, model_fingerprint, open_source, read_headers
 from moedge.runtime.text import gguf_tokenizer

@@ -20,8 +20,8 @@ from moedge.runtime.plan.cost_model import CostModel
 from moedge.runtime.plan.planner import PlanRequest, SearchSpace
 from moedge.runtime.settings.errors import SettingError
 from moedge.runtime.settings.settings import Budgets, MemoryBudget
+from moedge.runtime.shape.checkpoint_shape import read_tensors
 from moedge.runtime.shape.config import ModelConfig
-from moedge.runtime.shape.read import read_tensors
 from moedge.runtime.shape.shards import BESIDE_KEPT, default_format, offered_formats
 from moedge.runtime.source.model_source import open_source
 from support.quantized_checkpoints import FORMATS, Written, compressed, ct_config, gptq, words, write_quantized

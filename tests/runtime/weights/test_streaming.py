@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moedge.moe.streaming_order import ExpertOptions, Mode
+from moedge.moe.streaming_mode import ExpertOptions, Mode
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine
 from moedge.runtime.loading.prepare import prepare

@@ -11,7 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 from moedge.moe import expert_cache
-from moedge.moe.streaming_order import ExpertOptions, Mode
+from moedge.moe.streaming_mode import ExpertOptions, Mode
 
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "granitemoe", "olmoe", "llama4_text")
 TIERS = ("disk-host", "host-device", "disk-host-device")

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from moedge.moe.streaming_order import RouterLatency, Waits
+from moedge.moe.streaming_mode import RouterLatency, Waits
 from moedge.offload.stream.stream import ShardStream
 from moedge.quant.formats import lookup, nf4
 from moedge.quant.kernels.product import Launch

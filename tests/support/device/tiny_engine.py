@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from moedge.moe.streaming_order import ExpertOptions, Mode
+from moedge.moe.streaming_mode import ExpertOptions, Mode
 from moedge.offload.device import Device
 from moedge.quant.kernels.gpu import OLDEST_CAPABILITY, Gpu, Lacks
 from moedge.runtime.engine.sequence import Sequence

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from moedge.offload.errors import BadCheckpoint
 from moedge.runtime.settings.errors import UnsupportedModel
+from moedge.runtime.shape.checkpoint_shape import read_shape
 from moedge.runtime.shape.model_shape import ModelShape
-from moedge.runtime.shape.read import read_shape
 from support.hostile import configs as hostile_configs  # noqa: F401 (registers mutations)
 from support.hostile.draft import Draft, take_apart
 from support.hostile.mutations import ACCEPT, MUTATIONS, REFUSE

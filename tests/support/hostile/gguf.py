@@ -8,7 +8,7 @@ import gguf
 
 from moedge.offload.errors import BadCheckpoint
 from moedge.runtime.settings.errors import UnsupportedModel
-from moedge.runtime.shape.read import read_shape
+from moedge.runtime.shape.checkpoint_shape import read_shape
 from support.gguf_files import build, to_gguf
 from support.hostile.load import load_weights
 

@@ -7,9 +7,9 @@ import torch
 
 from moedge.offload.checkpoint.checkpoint import Checkpoint
 from moedge.runtime.model.dequantize import dequantize
+from moedge.runtime.shape.checkpoint_shape import read_tensors
 from moedge.runtime.shape.config import ModelConfig
 from moedge.runtime.shape.model_shape import ModelShape
-from moedge.runtime.shape.read import read_tensors
 from support.hostile.cases import Case, Outcome, judge
 from support.hostile.draft import take_apart
 from support.hostile.quantized import MUTATIONS

@@ -7,8 +7,8 @@ import torch
 from moedge.quant.matmul.matmul import ParallelMatmul, Workspace
 from moedge.runtime.model.definition import define
 from moedge.runtime.plan.placement import everything
+from moedge.runtime.shape.checkpoint_shape import open_checkpoint, read_config, read_tensors
 from moedge.runtime.shape.model_shape import ModelShape
-from moedge.runtime.shape.read import open_checkpoint, read_config, read_tensors
 from moedge.runtime.shape.shards import model_shards
 from moedge.runtime.weights.memory import WeightMemory
 from moedge.runtime.weights.preparation import MemorySink, Preparation
