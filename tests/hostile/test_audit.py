@@ -22,7 +22,7 @@ LOAD = """
 import json, sys
 from pathlib import Path
 from support.hostile.load import load_weights
-from moedge.runtime.shape.read import read_shape
+from moedge.runtime.shape.checkpoint_shape import read_shape
 
 folder, seen = Path({folder!r}), []
 # What Python and torch do when they are imported is not the checkpoint's doing.

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from matrix.hostile import Result, report
-from moedge.runtime.shape import read as shape_folder
+from moedge.runtime.shape import checkpoint_shape as shape_folder
 from support.hostile.cases import judge, make_case
 from support.hostile.load import load_weights
 from support.hostile.mutations import ACCEPT, MUTATIONS, REFUSE
