@@ -139,7 +139,7 @@ class Matmul:
         elif self._rounds_rows(packed):
             int8.multiply_integers(x, packed.planes, y)
         elif self._is_tiled(x, packed):
-            tiled.multiply(x, packed, bias, y, self.workspace.buffer, self._all_threads, self.integer)
+            tiled.multiply(x, packed, bias, y, self.workspace.buffer, self._on_threads(x, packed), self.integer)
             return y
         elif self._is_fused(x, packed):
             nf4.multiply(x, packed.planes, y)
@@ -187,6 +187,10 @@ class Matmul:
     def _is_tiled(self, x: Tensor, packed: PackedTensor) -> bool:
         enough = self.workspace.nbytes >= row_nbytes(packed.shape[1])
         return enough and tiled.takes(x, packed) and x.shape[0] <= self.tiled_rows()
+
+    def _on_threads(self, x: Tensor, packed: PackedTensor) -> tiled.OnThreads:
+        """How a product calls its kernel: on the calling thread alone if it is small."""
+        return self._all_threads
 
     def _all_threads(self, call: Callable[[], None]) -> None:
         """Calls a kernel, which shares its work among those that call it: here one thread."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
 
 from moedge.quant.formats.format import get_format
 from moedge.quant.tensor import pack_into
@@ -81,20 +79,12 @@ class Definition:
         ids = [self._tokenizer.encode(text, add_special_tokens=False) for text in rendered]
         stop = self._model.config.eos_token_id
         stops = stop if isinstance(stop, list) else [stop]
-        # What all chats begin with is computed once.
-        common = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*ids, strict=False))
-        begin = [tokens[0] for tokens in common]
-        cache = DynamicCache(config=self._model.config)
-        self._model(torch.tensor([begin]), past_key_values=cache)
-        cache.batch_repeat_interleave(count)
         longest = max(map(len, ids))
-        gaps = [longest - len(each) for each in ids]
-        pairs = list(zip(ids, gaps, strict=True))
-        padded = torch.tensor([begin + [stops[0]] * gap + each[len(begin) :] for each, gap in pairs])
-        mask = torch.tensor([[1] * len(begin) + [0] * gap + [1] * (len(each) - len(begin)) for each, gap in pairs])
+        padded = torch.tensor([[stops[0]] * (longest - len(each)) + each for each in ids])
+        mask = torch.tensor([[0] * (longest - len(each)) + [1] * len(each) for each in ids])
         out = self._model.generate(
-            padded, attention_mask=mask, past_key_values=cache, max_new_tokens=ANSWER, do_sample=False,
-            pad_token_id=stops[0], temperature=None, top_p=None, top_k=None,
+            padded, attention_mask=mask, max_new_tokens=ANSWER, do_sample=False, pad_token_id=stops[0],
+            temperature=None, top_p=None, top_k=None,
         )[:, longest:].tolist()  # fmt: skip
         answers = []
         for each in out:
