@@ -1,4 +1,6 @@
-"""Formats, arithmetics, caches, attention and instruction sets on real weights: a pairwise cover."""
+"""Formats (`quant/formats/`), arithmetics, caches (`quant/kv/`), attention (`runtime/attention/`) and instruction sets
+on real weights: a pairwise cover.
+"""
 
 from __future__ import annotations
 
