@@ -87,11 +87,9 @@ class SlotMemory(Protocol):
 
     def shard(self, key: ShardKey) -> torch.Tensor:
         """The slot of a held expert."""
-        ...
 
     def swap(self, leaving: ShardKey, entering: ShardKey, view: torch.Tensor) -> torch.Tensor:
         """Copies `entering`, whose bytes are `view`, into the slot of `leaving`, and returns that slot."""
-        ...
 
 
 class ExpertSlots:

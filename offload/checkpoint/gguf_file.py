@@ -245,7 +245,7 @@ class GgufCheckpoint(Checkpoint):
         files = split_files(self.path.name)
         for number, file in enumerate(files):
             descriptor = self._descriptors[file] = open_inside(self.folder, file)
-            self._opened[file] = os.fstat(descriptor)
+            self.files[file] = os.fstat(descriptor)
             header = read_gguf_header(descriptor, str(self.folder / file))
             self._check_split(header.metadata, number, len(files), file)
             if number == 0:

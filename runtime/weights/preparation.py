@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from math import sqrt
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -16,8 +16,6 @@ from transformers import PreTrainedModel
 
 from ...offload.checkpoint.checkpoint import Checkpoint
 from ...offload.errors import BadCheckpoint
-from ...offload.store.manifest import HEAD_FILE, layer_file
-from ...offload.store.writer import LayerFile, StoreWriter
 from ...offload.stream.stream import HEAD, ShardKey
 from ...quant.formats.format import FormatError, Layout, row_chunks
 from ...quant.matmul.matmul import ParallelMatmul
@@ -39,8 +37,11 @@ from .memory import WeightMemory
 
 @dataclass(frozen=True, slots=True)
 class MemoryLayerSink:
+    """A LayerSink that fills memory; all experts are packed."""
+
     memory: WeightMemory
     index: int
+    find: None = None
 
     def dense(self) -> AbstractContextManager[torch.Tensor]:
         return self.memory.fill(ShardKey(self.index))
@@ -64,49 +65,6 @@ class MemorySink:
 
     def head(self, nbytes: int) -> AbstractContextManager[torch.Tensor]:
         return self._memory.fill(HEAD)
-
-
-class StoreLayerSink:
-    """A LayerSink that writes one file of a store; all experts are packed in the same buffer."""
-
-    def __init__(self, file: LayerFile, shards: LayerShards) -> None:
-        self._file = file
-        self._dense_nbytes = shards.dense.nbytes
-        self._expert = torch.empty(shards.expert.nbytes if shards.expert else 0, dtype=torch.uint8)
-
-    @contextmanager
-    def dense(self) -> Iterator[torch.Tensor]:
-        shard = torch.empty(self._dense_nbytes, dtype=torch.uint8)
-        yield shard
-        self._file.write_dense(shard.numpy().data)
-
-    @contextmanager
-    def expert(self, index: int) -> Iterator[torch.Tensor]:
-        yield self._expert
-        self._file.write_expert(index, self._expert.numpy().data)
-
-
-class StoreSink:
-    """A ShardSink that writes a store; one shard is in memory at a time."""
-
-    def __init__(self, writer: StoreWriter) -> None:
-        self._writer = writer
-
-    def has_layer(self, index: int) -> bool:
-        return self._writer.has(layer_file(index))
-
-    @contextmanager
-    def layer(self, index: int, shards: LayerShards) -> Iterator[StoreLayerSink]:
-        expert_nbytes = shards.expert.nbytes if shards.expert else 0
-        with self._writer.layer(index, shards.dense.nbytes, shards.num_experts, expert_nbytes) as file:
-            yield StoreLayerSink(file, shards)
-
-    @contextmanager
-    def head(self, nbytes: int) -> Iterator[torch.Tensor]:
-        shard = torch.empty(nbytes, dtype=torch.uint8)
-        yield shard
-        if not self._writer.has(HEAD_FILE):
-            self._writer.write_head(shard.numpy().data)
 
 
 # A larger window is not faster.
@@ -229,16 +187,13 @@ def _kept(layout: ShardLayout) -> dict[str, Layout]:
 class LayerSink(Protocol):
     """Takes one layer's shards: each context gives uint8 bytes to fill and keeps them if it ends without an error."""
 
+    @property
+    def find(self) -> Callable[[range, ParallelMatmul], bool] | None:
+        """Whether it has found experts between the first and the last itself, so that they need not be packed."""
+
     def dense(self) -> AbstractContextManager[torch.Tensor]: ...
 
     def expert(self, index: int) -> AbstractContextManager[torch.Tensor]: ...
-
-
-@runtime_checkable
-class ExpertFinder(LayerSink, Protocol):
-    """A LayerSink for which experts between the first and the last need not be packed where it finds them itself."""
-
-    def finds(self, experts: range, compute: ParallelMatmul) -> bool: ...
 
 
 class ShardSink(Protocol):
@@ -327,9 +282,8 @@ class Preparation:
             return
         numel = sum(rows * cols for rows, cols in (matrix.layout.shape for matrix in layout.matrices))
         window = max(1, self._window_nbytes // (numel * self._model.dtype.itemsize))
-        finder = sink if isinstance(sink, ExpertFinder) else None
-        for experts in _windows(count, window, finder is not None):
-            if finder and finder.finds(experts, self._compute):
+        for experts in _windows(count, window, sink.find is not None):
+            if sink.find is not None and sink.find(experts, self._compute):
                 advance(layout.nbytes * len(experts))
                 continue
             up, down = self._loader.load_experts(index, assembly.experts, assembly.up_name, experts, _kept(layout))

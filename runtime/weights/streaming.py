@@ -189,7 +189,7 @@ class Lanes:
         if not rest:
             return direct
         ring, pinned = pins.rings[kind]
-        host = ShardStream(self._readers(rest, ring), Ring(ring.nbytes), ring.bytes)
+        host: ShardStream[Any] = ShardStream(self._readers(rest, ring), Ring(ring.nbytes), ring.bytes)
         staging = CudaLane(pins.device.cuda, ring.bytes, pinned, memory)
         return StagedLane(host, staging, direct, pins.is_direct)
 
@@ -361,7 +361,7 @@ class StreamedWeights:
         store: Store | None,
         options: ExpertOptions = DEFAULTS,
     ) -> None:
-        self._memory = memory
+        self.memory = memory
         self._layers = layers
         self._store = store
         self._lanes = Lanes(memory, plan, store)
@@ -379,11 +379,7 @@ class StreamedWeights:
 
     @property
     def head_shard(self) -> torch.Tensor | None:
-        return self._memory.shard(HEAD) if HEAD in self._memory.held else None
-
-    @property
-    def memory(self) -> WeightMemory:
-        return self._memory
+        return self.memory.shard(HEAD) if HEAD in self.memory.held else None
 
     @property
     def ring_nbytes(self) -> int:
@@ -456,7 +452,7 @@ class StreamedWeights:
 
     def _counts(self) -> tuple[int, int]:
         streams = self._lanes.streams
-        to_device = sum(stream.nbytes_arrived for stream in streams) if self._memory.device else 0
+        to_device = sum(stream.nbytes_arrived for stream in streams) if self.memory.device else 0
         return sum(stream.nbytes_from_files for stream in streams), to_device
 
 
