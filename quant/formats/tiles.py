@@ -95,11 +95,6 @@ class TilesCodec:
             part = by_rows(tuple(plane[rows] for plane in planes), self._high_first)
             self._rows.unpack(part, out[rows], wide[rows])
 
-    def unpack_unscaled(self, planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> tuple[Tensor, Tensor | None]:
-        weight = out[: len(planes[0])]
-        self.unpack(planes, weight, wide)
-        return weight, None
-
 
 class Int4Rows(int4.RowCodec):
     """Codes row after row, with each zero beside its scale."""

@@ -243,8 +243,8 @@ def compute_reference(
     """Runs token_ids [S, T] of several sequences, padded at their end, and takes the logits of `rows` [R] of them.
 
     Weights are the checkpoint's, or what `formats` makes of them. With `local`, which is called for each try, the same
-    Weights are the checkpoint's, or what `formats` makes of them. With `local`, called for each try, the same
-    host memory that the process may have. Raises DoesNotFit, BadCheckpoint, UnsupportedModel.
+    pass also computes every layer from an engine's hidden states. `budget` is the host memory that the process may
+    have. Raises DoesNotFit, BadCheckpoint, UnsupportedModel.
     """
     why = _refusal(source, budget)
     if not why:
