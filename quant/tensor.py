@@ -344,16 +344,6 @@ def unpack_nibbles(codes: Tensor, high_first: bool = False) -> Tensor:
     return torch.stack(halves, 2).flatten(1)
 
 
-def from_planes(format_name: str, planes: Planes, dtype: str, order: str | None = None) -> PackedTensor:
-    """A new packed matrix with these planes, in `order` or the format's own; `dtype` is that of the layout.
-
-    No number is rounded: codes and scales are copied. Raises FormatError as `fill` does.
-    """
-    chosen = get_format(format_name)
-    layout = (chosen.in_order(order) if order else chosen).layout(planes.shape, dtype)
-    return fill(planes, layout, planes.codes.new_empty(layout.nbytes, dtype=torch.uint8))
-
-
 def fill(planes: Planes, layout: Layout, buffer: Tensor) -> PackedTensor:
     """Copies planes into `buffer`, uint8 [layout.nbytes], in the order of the layout, and binds it.
 

@@ -223,13 +223,16 @@ class Checkpoint(Closing):
     def _open(self, file: str) -> None:
         descriptor = self._descriptors[file] = open_inside(self.folder, file)
         self.files[file] = os.fstat(descriptor)
-        for name, entry in parse_header(*read_header(descriptor, file), file).items():
+        for name, entry in self._read_header(descriptor, file).items():
             if name in self.entries:
                 raise BadCheckpoint(f"tensor {described(name)} is in both {self._file_of[name]} and {file}")
             self.entries[name] = entry
             self._file_of[name] = file
         if len(self.entries) > MAX_TENSORS:
             raise BadCheckpoint(f"{self.folder}: more than {MAX_TENSORS} tensors")
+
+    def _read_header(self, descriptor: int, file: str) -> Mapping[str, TensorEntry]:
+        return parse_header(*read_header(descriptor, file), file)
 
 
 def read_header(descriptor: int, file: str) -> tuple[bytes, int]:

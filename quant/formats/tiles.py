@@ -8,7 +8,7 @@ a block are ordered as [K/group, 32, ...] in planes of scales and zeros; as [K/2
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from torch import Tensor
 from ..native import calls
 from . import int4
 from .format import row_chunks
+
+if TYPE_CHECKING:
+    from ..tensor import Codec
 
 BLOCK_ROWS = 32
 
@@ -62,18 +65,10 @@ def by_rows(planes: tuple[Tensor, ...], high_first: bool = False) -> tuple[Tenso
     return (deinterleave_codes(codes, high_first), *grouped)
 
 
-class RowsCodec(Protocol):
-    """The part of a codec (tensor.Codec) of planes row after row that TilesCodec needs."""
-
-    def pack(self, weight: Tensor, planes: tuple[Tensor, ...]) -> None: ...
-
-    def unpack(self, planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> None: ...
-
-
 class TilesCodec:
     """The codec (tensor.Codec) of the codes, of type `codes`, that `rows` packs and unpacks row after row."""
 
-    def __init__(self, codes: str, rows: RowsCodec, high_first: bool = False) -> None:
+    def __init__(self, codes: str, rows: Codec, high_first: bool = False) -> None:
         self._codes = codes
         self._rows = rows
         self._high_first = high_first

@@ -173,7 +173,7 @@ def _opaque(layout: ShardLayout, *shards: LinkedShard) -> LinkedTensor:
 
 
 class StoreLayerSink:
-    """A LayerSink that writes one file of a store; all experts are packed in the same buffer.
+    """Takes one layer's shards into a file of a store; all experts are packed in the same buffer.
 
     With a `linker` its file begins when the first expert shows whether experts are copied.
     """
@@ -187,6 +187,7 @@ class StoreLayerSink:
         linker: Linker | None,
         limit: Callable[[int], object],
     ) -> None:
+        # Whether it has found experts between the first and the last itself, so that they need not be packed.
         self.find = None if linker is None else self._find_experts
         self._writer = writer
         self._limit = limit
@@ -278,7 +279,7 @@ class StoreLayerSink:
 
 
 class StoreSink:
-    """A ShardSink that writes a store; one shard is in memory at a time.
+    """Takes packed shards into a store, as MemorySink does in memory; one shard is in memory at a time.
 
     With a `linker` only what is not in the checkpoint's files is copied. `limit` is called with the bytes of the store
     before shards are copied, and raises where these are too many.

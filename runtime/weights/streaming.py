@@ -376,11 +376,6 @@ class StreamedWeights:
         return disk - self._waited_before[0], link - self._waited_before[1]
 
     @property
-    def seconds_reading(self) -> float:
-        """Seconds in which the busiest reader had something to read."""
-        return max((reader.seconds_busy for reader in self._lanes.readers), default=0.0)
-
-    @property
     def nbytes_moved(self) -> int:
         """Bytes read and copied so far, including chunks of shards that are not complete yet."""
         return sum(stream.nbytes_moved for stream in self._lanes.streams)

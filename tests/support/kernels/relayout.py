@@ -1,12 +1,22 @@
-"""The planes of a packed matrix, and the matrix with its codes in another order, for comparisons."""
+"""A packed matrix of planes, its planes, and the matrix with its codes in another order, for comparisons."""
 
 from __future__ import annotations
 
 import torch
 
 from moedge.quant.formats import int4, nf4, tiles
-from moedge.quant.formats.format import CODE_BITS, NF4PACK, ROWS, TILES, FormatError, row_chunks
-from moedge.quant.tensor import PackedTensor, Planes, from_planes, pack_nibbles
+from moedge.quant.formats.format import CODE_BITS, NF4PACK, ROWS, TILES, FormatError, get_format, row_chunks
+from moedge.quant.tensor import PackedTensor, Planes, fill, pack_nibbles
+
+
+def from_planes(format_name: str, planes: Planes, dtype: str, order: str | None = None) -> PackedTensor:
+    """A new packed matrix with these planes, in `order` or the format's own; `dtype` is that of the layout.
+
+    No number is rounded: codes and scales are copied. Raises FormatError as `fill` does.
+    """
+    chosen = get_format(format_name)
+    layout = (chosen.in_order(order) if order else chosen).layout(planes.shape, dtype)
+    return fill(planes, layout, planes.codes.new_empty(layout.nbytes, dtype=torch.uint8))
 
 
 def planes_of(packed: PackedTensor) -> Planes:
