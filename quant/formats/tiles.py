@@ -8,7 +8,7 @@ a block are ordered as [K/group, 32, ...] in planes of scales and zeros; as [K/2
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +16,6 @@ from torch import Tensor
 from ..native import calls
 from . import int4
 from .format import row_chunks
-
-if TYPE_CHECKING:
-    from ..tensor import Codec
 
 BLOCK_ROWS = 32
 
@@ -66,9 +63,9 @@ def by_rows(planes: tuple[Tensor, ...], high_first: bool = False) -> tuple[Tenso
 
 
 class TilesCodec:
-    """The codec (tensor.Codec) of the codes, of type `codes`, that `rows` packs and unpacks row after row."""
+    """The codec (tensor.Codec) of the codes, of type `codes`, that the codec `rows` packs and unpacks row after row."""
 
-    def __init__(self, codes: str, rows: Codec, high_first: bool = False) -> None:
+    def __init__(self, codes: str, rows: Any, high_first: bool = False) -> None:
         self._codes = codes
         self._rows = rows
         self._high_first = high_first
