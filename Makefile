@@ -83,7 +83,7 @@ kernels-quick: $(STAMP)
 
 # Tables that are generated from transformers and from the code; tests fail when they are not current.
 tables: $(STAMP)
-	$(BIN)/python -m moedge.runtime.model.defaults
+	PYTHONPATH=tests $(BIN)/python -m support.defaults_table
 
 # mypy follows folders, not the import hook of an editable install: links give it the installed names, and bench.
 links:

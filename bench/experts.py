@@ -101,15 +101,20 @@ def decode(loaded: LoadedEngine, prompts: Iterator[list[int]], sequences: int, w
         observe(layer, tokens, counts)
 
     loaded.streamed.experts.stats.popularity.observe = record  # type: ignore[method-assign]
-    busy = loaded.streamed.seconds_reading
+    busy = seconds_reading(loaded)
     for _ in range(passes):
         begin = time.perf_counter()
         engine.step()
         done.seconds.append(time.perf_counter() - begin)
     done.tokens, done.read = engine.metrics.generated_tokens, loaded.streamed.nbytes_from_disk
-    done.busy = (loaded.streamed.seconds_reading - busy) / sum(done.seconds)
+    done.busy = (seconds_reading(loaded) - busy) / sum(done.seconds)
     done.experts = experts_of(loaded, 0)
     return done
+
+
+def seconds_reading(loaded: LoadedEngine) -> float:
+    """Seconds in which the busiest reader had something to read."""
+    return max((reader.seconds_busy for reader in loaded.streamed._lanes.readers), default=0.0)
 
 
 def _sampled(seed: int) -> SamplingParams:

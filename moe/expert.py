@@ -260,7 +260,6 @@ class ExpertSource(Protocol):
         `hidden` [T, D] are the states of the tokens. The caller may ask for the next list while it still computes
         earlier ones, the first excepted; their weights stay until they are finished.
         """
-        ...
 
 
 def mix_experts(

@@ -87,11 +87,9 @@ class SlotMemory(Protocol):
 
     def shard(self, key: ShardKey) -> torch.Tensor:
         """The slot of a held expert."""
-        ...
 
     def swap(self, leaving: ShardKey, entering: ShardKey, view: torch.Tensor) -> torch.Tensor:
         """Copies `entering`, whose bytes are `view`, into the slot of `leaving`, and returns that slot."""
-        ...
 
 
 class ExpertSlots:
@@ -103,7 +101,7 @@ class ExpertSlots:
     def __init__(self, held: Iterable[ShardKey], memory: SlotMemory, bind: Bind, policy: Popular) -> None:
         self._memory = memory
         self.bind = bind
-        self._policy = policy
+        self.policy = policy
         self._weights: defaultdict[int, dict[int, ExpertWeights]] = defaultdict(dict)
         for key in held:
             self._weights[key.layer][key.expert] = bind(key, memory.shard(key))
@@ -116,16 +114,9 @@ class ExpertSlots:
         """The weights of an expert that is held."""
         return self._weights[layer][expert]
 
-    def begin_pass(self) -> None:
-        self._policy.begin_pass()
-
-    def observe(self, layer: int, wanted: list[int]) -> None:
-        """A layer wants these experts, held or not."""
-        self._policy.observe(layer, wanted)
-
     def offer(self, entering: ShardKey, view: torch.Tensor, may_leave: Callable[[ShardKey], bool]) -> bool:
         """Lets `entering`, whose bytes are `view`, evict an expert that `may_leave`. Returns whether it did."""
-        leaving = self._policy.victim(entering, may_leave)
+        leaving = self.policy.victim(entering, may_leave)
         if leaving is not None:
             self.swap(leaving, entering, view)
         return leaving is not None
@@ -214,9 +205,9 @@ class StreamingExpertCache:
             # Left over from a pass that was aborted.
             self.order.release(self._computing.popleft().arrival)
         if self.order.begin(layer, groups):
-            self._slots.begin_pass()
+            self._slots.policy.begin_pass()
         self._stats.observe(layer, len(groups.expert_ids), groups.counts)
-        self._slots.observe(layer, groups.wanted)
+        self._slots.policy.observe(layer, groups.wanted)
         self.counts.turns[self.order.mode(layer)] += 1
         self.counts.wanted += len(groups.wanted)
 

@@ -12,7 +12,7 @@ import mmap
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from .errors import prepare_to_swallow, swallow_cuda_error
 
@@ -24,14 +24,6 @@ PIN_CHUNK_NBYTES = 256 << 20
 MIN_PIN_NBYTES = 16 << 20
 # cudaErrorHostMemoryAlreadyRegistered.
 ALREADY_REGISTERED = 712
-
-
-class CudaRuntime(Protocol):
-    """The part of `torch.cuda.cudart()` that pins memory; both functions return 0 on success."""
-
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> Any: ...
-
-    def cudaHostUnregister(self, address: int) -> Any: ...
 
 
 def allocate(nbytes: int) -> mmap.mmap:
@@ -61,14 +53,15 @@ class Pinned:
     """The page-locked beginning of a slab, in pieces that are registered one by one until the machine refuses.
 
     Registrations are up to `PIN_CHUNK_NBYTES` long and end at `cuts` (ascending, multiples of the page size, the last
-    one `nbytes`): no two registrations share the bytes between two cuts. `budget` counts the locked bytes.
+    one `nbytes`): no two registrations share the bytes between two cuts. `budget` counts the locked bytes; `runtime` is
+    `torch.cuda.cudart()`, or a simulation of it.
     `clear_error` must clear the CUDA error that a refusal leaves pending, which the next kernel launch would raise;
     pass `swallow_cuda_error`. Raises RuntimeError if part of the slab is registered already.
     """
 
     def __init__(
         self,
-        runtime: CudaRuntime,
+        runtime: Any,
         address: int,
         nbytes: int,
         clear_error: Callable[[], None],

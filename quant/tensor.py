@@ -90,13 +90,6 @@ class Codec(Protocol):
     def unpack(self, planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> None:
         """Writes the rows into `out` [n, K], contiguous, of any weight dtype."""
 
-    def unpack_unscaled(self, planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Unpacks the rows without the scales that are cheaper to apply to a product; returns (matrix, scales).
-
-        The matrix [n, K], of any strides, is in the memory of `out`, scratch [R, K]. `scales` [n] are the factors per
-        row that are still to be applied; None if the matrix has all of them.
-        """
-
 
 # By the type and the order of codes.
 CODECS: Mapping[tuple[str, str], Codec] = MappingProxyType(
@@ -114,6 +107,22 @@ CODECS: Mapping[tuple[str, str], Codec] = MappingProxyType(
         ("e2m1", TILES): tiles.TilesCodec("e2m1", mxfp4),
     }
 )
+
+
+def unpack_unscaled(
+    layout: Layout, planes: tuple[Tensor, ...], out: Tensor, wide: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Unpacks rows without the scales that are cheaper to apply to a product; returns (matrix, scales).
+
+    The matrix [n, K], of any strides, is in the memory of `out`, scratch [R, K]. `scales` [n] are the factors per
+    row that are still to be applied; None if the matrix has all of them.
+    """
+    kind = layout.codes, layout.order
+    if own := {("int8", ROWS): int8.unpack_unscaled, ("int4", INT4PACK): int4.unpack_unscaled}.get(kind):
+        return own(planes, out, wide)
+    weight = out[: len(planes[0])]
+    CODECS[kind].unpack(planes, weight, wide)
+    return weight, None
 
 
 # Floats are multiplied by torch, which reads them at any multiple of their size.
@@ -335,16 +344,6 @@ def unpack_nibbles(codes: Tensor, high_first: bool = False) -> Tensor:
     return torch.stack(halves, 2).flatten(1)
 
 
-def from_planes(format_name: str, planes: Planes, dtype: str, order: str | None = None) -> PackedTensor:
-    """A new packed matrix with these planes, in `order` or the format's own; `dtype` is that of the layout.
-
-    No number is rounded: codes and scales are copied. Raises FormatError as `fill` does.
-    """
-    chosen = get_format(format_name)
-    layout = (chosen.in_order(order) if order else chosen).layout(planes.shape, dtype)
-    return fill(planes, layout, planes.codes.new_empty(layout.nbytes, dtype=torch.uint8))
-
-
 def fill(planes: Planes, layout: Layout, buffer: Tensor) -> PackedTensor:
     """Copies planes into `buffer`, uint8 [layout.nbytes], in the order of the layout, and binds it.
 
@@ -375,39 +374,6 @@ def fill(planes: Planes, layout: Layout, buffer: Tensor) -> PackedTensor:
         plane[:, num_rows:].zero_()
         plane[:, :num_rows].copy_(given.transpose(0, 1))
     return packed
-
-
-def planes_of(packed: PackedTensor) -> Planes:
-    """The planes of a packed matrix, row after row: views where the matrix has this order, else copies."""
-    layout = packed.layout
-    if not CODE_BITS[layout.codes]:
-        raise FormatError(f"A matrix in {layout.format} was found; only quantized ones have codes and scales.")
-    if layout.order == ROWS:
-        return Planes(*packed.planes)
-    if layout.order == TILES:
-        made, *others = tiles.by_rows(packed.planes, layout.codes == "nf4")
-        return Planes(made, *(others[0].unbind(2) if others[0].dim() == 3 else others))
-    num_rows, (codes, *others) = layout.shape[0], packed.planes
-    chunks = list(row_chunks(layout.shape, layout.row_block))
-    if layout.order == NF4PACK:
-        made = torch.cat([nf4.deinterleave(codes[rows]) for rows in chunks])
-    else:
-        numbers = [int4.deinterleave(codes[rows])[: num_rows - rows.start] for rows in chunks]
-        made = pack_nibbles(torch.cat(numbers))
-    by_row = [plane[:, :num_rows].transpose(0, 1) for plane in others]
-    if by_row[0].dim() == 3:
-        by_row = list(by_row[0].unbind(2))
-    return Planes(made, *by_row)
-
-
-def relayout(packed: PackedTensor, order: str) -> PackedTensor:
-    """The same matrix with its codes in another order; no checkpoint is needed and no number changes.
-
-    Returns `packed` itself if that is its order. Raises FormatError for an order that these codes do not have.
-    """
-    if packed.layout.order == order:
-        return packed
-    return from_planes(packed.layout.format, planes_of(packed), packed.layout.dtype, order)
 
 
 def _check(planes: Planes, layout: Layout) -> None:

@@ -31,7 +31,8 @@ from moedge.quant.formats.format import QUANT_FORMATS, get_format
 from moedge.quant.matmul.matmul import Matmul, ParallelMatmul, Workspace, kernel_order, measure_gemv_max_rows
 from moedge.quant.matmul.thread_pool import torch_threads
 from moedge.quant.scratch import scratch_nbytes
-from moedge.quant.tensor import PackedTensor, dtype_name, from_planes, pack
+from moedge.quant.tensor import PackedTensor, dtype_name, pack
+from support.kernels.relayout import from_planes
 from support.random_planes import random_planes
 
 ROWS = (1, 4, 8, 12, 16, 32, 64, 256)

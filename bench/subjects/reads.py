@@ -58,7 +58,7 @@ def streamed(path: Path, memory: memoryview, shard_nbytes: int, num_threads: int
         Shard(str(begin), min(shard_nbytes, nbytes - begin), begin, path) for begin in range(0, nbytes, shard_nbytes)
     ]
     lane = ReaderLane({path: DirectFile(path)}, memory, num_threads, chunk_nbytes)
-    stream = ShardStream(lane, Ring(len(memory)), memory)
+    stream: ShardStream[memoryview] = ShardStream(lane, Ring(len(memory)), memory)
     stream.ask(*schedule)
     for _ in schedule:
         stream.done(stream.next())

@@ -7,9 +7,9 @@ import re
 import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
+from ..closing import Closing
 from ..errors import BadCheckpoint, is_exhausted
 from .header import MAX_TENSORS, TensorEntry, described, header_nbytes, load_object, parse_header
 
@@ -136,7 +136,7 @@ def has_weights(folder: Path) -> bool:
     return any(path.suffix in (".safetensors", *_PICKLES) for path in folder.iterdir())
 
 
-class Checkpoint:
+class Checkpoint(Closing):
     """All tensors of a checkpoint. Its files stay open until `close`.
 
     Raises BadCheckpoint, which names the file, what was found and what was wanted, unless the folder has a complete
@@ -148,7 +148,8 @@ class Checkpoint:
         self.entries: dict[str, TensorEntry] = {}
         self._file_of: dict[str, str] = {}
         self._descriptors: dict[str, int] = {}
-        self._opened: dict[str, os.stat_result] = {}
+        # Every file by its name in `folder`, as it was opened.
+        self.files: dict[str, os.stat_result] = {}
         try:
             self._open_all()
         except BaseException:
@@ -158,11 +159,6 @@ class Checkpoint:
     def file_of(self, name: str) -> str:
         """The name of the file that holds a tensor."""
         return self._file_of[name]
-
-    @property
-    def files(self) -> Mapping[str, os.stat_result]:
-        """Every file by its name in `folder`, as it was opened."""
-        return self._opened
 
     def select(self, rename: Callable[[str], str | None]) -> None:
         """Gives tensors the names that `rename` returns, and leaves out those for which it returns None.
@@ -201,16 +197,8 @@ class Checkpoint:
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _is_unchanged(self, file: str) -> bool:
-        opened = self._opened[file]
+        opened = self.files[file]
         try:
             current = os.stat(self.folder / file)
         except OSError:
@@ -234,14 +222,17 @@ class Checkpoint:
 
     def _open(self, file: str) -> None:
         descriptor = self._descriptors[file] = open_inside(self.folder, file)
-        self._opened[file] = os.fstat(descriptor)
-        for name, entry in parse_header(*read_header(descriptor, file), file).items():
+        self.files[file] = os.fstat(descriptor)
+        for name, entry in self._read_header(descriptor, file).items():
             if name in self.entries:
                 raise BadCheckpoint(f"tensor {described(name)} is in both {self._file_of[name]} and {file}")
             self.entries[name] = entry
             self._file_of[name] = file
         if len(self.entries) > MAX_TENSORS:
             raise BadCheckpoint(f"{self.folder}: more than {MAX_TENSORS} tensors")
+
+    def _read_header(self, descriptor: int, file: str) -> Mapping[str, TensorEntry]:
+        return parse_header(*read_header(descriptor, file), file)
 
 
 def read_header(descriptor: int, file: str) -> tuple[bytes, int]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from ..errors import BadCheckpoint, MissingPackage
-from .checkpoint import MAX_FILES, Checkpoint, open_inside
+from .checkpoint import MAX_FILES, Checkpoint
 from .header import MAX_NAME_NBYTES, MAX_TENSORS, TensorEntry, described
 
 SUFFIX = ".gguf"
@@ -242,21 +242,14 @@ class GgufCheckpoint(Checkpoint):
         super().__init__(path.parent)
 
     def _open_all(self) -> None:
-        files = split_files(self.path.name)
-        for number, file in enumerate(files):
-            descriptor = self._descriptors[file] = open_inside(self.folder, file)
-            self._opened[file] = os.fstat(descriptor)
-            header = read_gguf_header(descriptor, str(self.folder / file))
-            self._check_split(header.metadata, number, len(files), file)
-            if number == 0:
-                self.metadata = header.metadata
-            for name, entry in header.tensors.items():
-                if name in self.entries:
-                    raise BadCheckpoint(f"tensor {described(name)} is in both {self._file_of[name]} and {file}")
-                self.entries[name] = entry
-                self._file_of[name] = file
-        if len(self.entries) > MAX_TENSORS:
-            raise BadCheckpoint(f"{self.folder}: more than {MAX_TENSORS} tensors")
+        for file in split_files(self.path.name):
+            self._open(file)
+
+    def _read_header(self, descriptor: int, file: str) -> Mapping[str, TensorEntry]:
+        header, files = read_gguf_header(descriptor, str(self.folder / file)), split_files(self.path.name)
+        self._check_split(header.metadata, files.index(file), len(files), file)
+        self.metadata = self.metadata or header.metadata
+        return header.tensors
 
     def _check_split(self, metadata: Mapping[str, Any], number: int, count: int, file: str) -> None:
         found = metadata.get("split.no", 0), metadata.get("split.count", 0) or 1

@@ -9,18 +9,30 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from platformdirs import user_state_path
 
 from ..atomic_file import own_name, write_atomically
-from .hardware import GpuInfo, Hardware, find_hardware
+from ..typed_json import read_as
+from .hardware import Hardware, find_hardware
 
+
+def _positive(value: float) -> bool:
+    return 0 < value < math.inf
+
+
+def _is_time(text: str) -> bool:
+    return text == "" or bool(datetime.fromisoformat(text))
+
+
+Count = Annotated[int, _positive]
+Rate = Annotated[float, _positive]
 # FLOP/s by weight format, then by number of rows (tokens) multiplied at once.
-FlopRates = Mapping[str, Mapping[int, float]]
+FlopRates = Mapping[str, Annotated[Mapping[int, Rate], lambda rates: all(map(_positive, rates))]]
 # How other rates are named: several experts side by side, attention over a KV format, and over latents by torch.
 TOGETHER = "{} together"
 ATTENTION = "attention {}"
@@ -31,15 +43,10 @@ LATENTS = "attention over latents"
 class DiskRead:
     """One way to read a file and its rate in bytes/s; `random` reads blocks in random order, else in file order."""
 
-    block_nbytes: int
-    threads: int
-    bytes_s: float
+    block_nbytes: Count
+    threads: Count
+    bytes_s: Rate
     random: bool = False
-
-    def __post_init__(self) -> None:
-        _check_whole(self.block_nbytes, self.threads)
-        _check_speed(self.bytes_s)
-        _check_flag(self.random)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +58,10 @@ class Disk:
     """
 
     direct: bool
-    nbytes: int
-    reads: tuple[DiskRead, ...]
-    cold_bytes_s: float | None = None
-    write_bytes_s: float | None = None
-
-    def __post_init__(self) -> None:
-        _check_whole(self.nbytes, len(self.reads))
-        _check_flag(self.direct)
-        _check_speed(*(rate for rate in (self.cold_bytes_s, self.write_bytes_s) if rate is not None))
+    nbytes: Count
+    reads: Annotated[tuple[DiskRead, ...], len]
+    cold_bytes_s: Rate | None = None
+    write_bytes_s: Rate | None = None
 
     @property
     def bytes_s(self) -> float:
@@ -86,23 +88,16 @@ class Disk:
 class Link:
     """Rates of copies from host to device; `pinned_bytes_s` is None if no memory could be pinned."""
 
-    pageable_bytes_s: float
-    pinned_bytes_s: float | None
-
-    def __post_init__(self) -> None:
-        _check_speed(self.pageable_bytes_s, *([] if self.pinned_bytes_s is None else [self.pinned_bytes_s]))
+    pageable_bytes_s: Rate
+    pinned_bytes_s: Rate | None
 
 
 @dataclass(frozen=True, slots=True)
 class PinLimit:
     """How much host memory could be page-locked; `refused` is false if the probe ended before it met a limit."""
 
-    nbytes: int
+    nbytes: Annotated[int, lambda nbytes: nbytes >= 0]
     refused: bool
-
-    def __post_init__(self) -> None:
-        _check_whole(self.nbytes, least=0)
-        _check_flag(self.refused)
 
     @property
     def usable(self) -> int | None:
@@ -116,15 +111,12 @@ class Overheads:
     sequence and per token. `arrival_s` is the additional overhead per streamed expert, whatever its size, and
     `schedule_s` that per sequence outside the layers: to schedule it, draw its token and keep it."""
 
-    layer_s: float
-    expert_s: float
-    sequence_s: float
-    token_s: float
-    arrival_s: float
-    schedule_s: float
-
-    def __post_init__(self) -> None:
-        _check_speed(*astuple(self))
+    layer_s: Rate
+    expert_s: Rate
+    sequence_s: Rate
+    token_s: Rate
+    arrival_s: Rate
+    schedule_s: Rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +127,8 @@ class LoadingRates:
     `pack_bytes_s`: from these to a weight format, by format, on all threads.
     """
 
-    convert_bytes_s: float
-    pack_bytes_s: Mapping[str, float]
-
-    def __post_init__(self) -> None:
-        _check_speed(self.convert_bytes_s, *self.pack_bytes_s.values())
+    convert_bytes_s: Rate
+    pack_bytes_s: Mapping[str, Rate]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,32 +142,20 @@ class Machine:
     """
 
     hardware: Hardware
-    memory_bytes_s: float
+    memory_bytes_s: Rate
     disk: Disk | None = None
     link: Link | None = None
     pin: PinLimit | None = None
     flop_s: FlopRates = field(default_factory=dict)
-    device_memory_bytes_s: float | None = None
+    device_memory_bytes_s: Rate | None = None
     device_flop_s: FlopRates = field(default_factory=dict)
-    measured_at: str = ""
+    measured_at: Annotated[str, _is_time] = ""
     torch: str = ""
     overheads: Overheads | None = None
     fused_overheads: Overheads | None = None
     device_overheads: Overheads | None = None
     kernel_lacks: Mapping[str, str] | None = None
     loading: LoadingRates | None = None
-
-    def __post_init__(self) -> None:
-        _check_speed(self.memory_bytes_s, *([] if self.device_memory_bytes_s is None else [self.device_memory_bytes_s]))
-        for rates in (*self.flop_s.values(), *self.device_flop_s.values()):
-            _check_whole(*rates.keys())
-            _check_speed(*rates.values())
-        if self.kernel_lacks is not None:
-            _check_reasons(self.kernel_lacks)
-        if type(self.torch) is not str:
-            raise ValueError(f"a release of torch of {self.torch!r} was found; wanted text")
-        if self.measured_at != "":
-            datetime.fromisoformat(self.measured_at)
 
     def to_json(self) -> dict[str, Any]:
         """The profile as dicts, lists, strings and numbers, as `json` reads them back."""
@@ -189,57 +166,12 @@ class Machine:
     def from_json(cls, content: Any) -> Machine:
         """Raises ValueError for anything that `to_json` does not write."""
         try:
-            machine = cls(**{**content, **_parts(content)})
-        except (TypeError, KeyError, AttributeError) as error:
+            machine: Machine = read_as(cls, content)
+        except (TypeError, KeyError) as error:
             raise ValueError(f"not a machine profile: {error}") from None
-        # Compares text, not objects: 1 and true are equal in Python.
-        if json.dumps(machine.to_json(), sort_keys=True) != json.dumps(content, sort_keys=True):
-            raise ValueError("not a machine profile: a value is not of its type")
+        if machine.to_json() != content:
+            raise ValueError("not a machine profile: a value is missing")
         return machine
-
-
-_OVERHEADS = ("overheads", "fused_overheads", "device_overheads")
-
-
-def _parts(content: Mapping[str, Any]) -> dict[str, Any]:
-    hardware, disk, link, pin = (content[name] for name in ("hardware", "disk", "link", "pin"))
-    loading = content["loading"]
-    return {
-        "hardware": Hardware(**{**hardware, "gpus": tuple(GpuInfo(**gpu) for gpu in hardware["gpus"])}),
-        "disk": None if disk is None else Disk(**{**disk, "reads": tuple(DiskRead(**read) for read in disk["reads"])}),
-        "link": None if link is None else Link(**link),
-        "pin": None if pin is None else PinLimit(**pin),
-        **{name: None if content[name] is None else Overheads(**content[name]) for name in _OVERHEADS},
-        "loading": None if loading is None else LoadingRates(**loading),
-        "flop_s": _rates(content["flop_s"]),
-        "device_flop_s": _rates(content["device_flop_s"]),
-    }
-
-
-def _rates(content: Mapping[str, Mapping[str, float]]) -> FlopRates:
-    return {name: {int(rows): rate for rows, rate in rates.items()} for name, rates in content.items()}
-
-
-def _check_whole(*values: int, least: int = 1) -> None:
-    for value in values:
-        if type(value) is not int or value < least:
-            raise ValueError(f"{value!r} was found; wanted a whole number from {least}")
-
-
-def _check_speed(*values: float) -> None:
-    for value in values:
-        if type(value) not in {int, float} or not 0 < value < math.inf:
-            raise ValueError(f"a speed of {value!r} was found; wanted a positive number")
-
-
-def _check_reasons(reasons: Mapping[str, str]) -> None:
-    if not isinstance(reasons, dict) or any(type(reason) is not str for reason in reasons.values()):
-        raise ValueError(f"{reasons!r} was found; wanted a reason for each family of kernels")
-
-
-def _check_flag(value: bool) -> None:
-    if type(value) is not bool:
-        raise ValueError(f"{value!r} was found; wanted true or false")
 
 
 SCHEMA = "moedge.machine/5"

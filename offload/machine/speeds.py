@@ -145,7 +145,10 @@ def _read_rate(descriptor: int, nbytes: int, way: tuple[int, int, bool], seconds
         begun = time.perf_counter()
 
         def read(start: int) -> int:
-            offsets = _anywhere(nbytes, block) if at_random else range(start, sys.maxsize, threads * block)
+            offsets: Iterable[int] = range(start, sys.maxsize, threads * block)
+            if at_random:
+                # Readahead does not help.
+                offsets = (random.randrange(nbytes // block) * block for _ in offsets)
             with buffers[start : start + block] as buffer:
                 return _read(descriptor, nbytes, buffer, offsets, begun + seconds)
 
@@ -163,12 +166,6 @@ def _buffers(nbytes: int) -> Iterator[memoryview]:
     with allocate(nbytes) as memory, memoryview(memory) as buffers:
         buffers[:: mmap.PAGESIZE] = bytes(len(range(0, nbytes, mmap.PAGESIZE)))
         yield buffers
-
-
-def _anywhere(nbytes: int, block: int) -> Iterator[int]:
-    """Offsets of whole blocks in random order, so that readahead does not help."""
-    while True:
-        yield random.randrange(nbytes // block) * block
 
 
 def _read(descriptor: int, nbytes: int, buffer: memoryview, offsets: Iterable[int], deadline: float) -> int:

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
+from ..closing import Closing
 from ..errors import BadStore
 from .manifest import (
     HEAD_FILE,
@@ -46,7 +45,7 @@ class ResidentTensor:
 
 
 @dataclass(slots=True)
-class Store:
+class Store(Closing):
     """The open files of a store and a lock that excludes writers, until `close`.
 
     The extents of `layers` and `head` begin at multiples of 4096 bytes, except linked ones.
@@ -103,14 +102,6 @@ class Store:
 
     def close(self) -> None:
         _close_all(self._descriptors)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _find_extents(self) -> None:
         files: dict[str, ShardFile] = {}

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from ..atomic_file import rename
+from ..closing import Closing
 from ..errors import DiskFull
 from .manifest import (
     HEAD_FILE,
@@ -35,7 +35,7 @@ from .manifest import (
 from .shard_file import ALIGNMENT, NewShardFile, TensorSpec, is_intact
 
 
-class StoreWriter:
+class StoreWriter(Closing):
     """Writes a store, with exclusive access to its folder until `close`.
 
     Call `has(name)` for every file, write those for which it is false, then call `finish`. `recipe` is everything apart
@@ -75,15 +75,16 @@ class StoreWriter:
         return name in self._done
 
     @contextmanager
-    def layer(self, index: int, dense_nbytes: int, num_experts: int, expert_nbytes: int) -> Iterator[LayerFile]:
-        """Writes a layer: its dense shard (0 bytes: none) and its experts (0: none); sizes are multiples of 4096."""
+    def layer(self, index: int, dense_nbytes: int, num_experts: int, expert_nbytes: int) -> Iterator[NewShardFile]:
+        """Writes a layer: the shard of `dense` (0 bytes: none) and those of `experts` (0: none), of multiples of 4096
+        bytes."""
         specs = []
         if dense_nbytes:
             specs.append(_opaque("dense", (dense_nbytes,)))
         if num_experts:
             specs.append(_opaque("experts", (num_experts, expert_nbytes), num_experts))
         with self._file(layer_file(index), specs) as file:
-            yield LayerFile(file)
+            yield file
 
     def write_head(self, data: memoryview) -> None:
         """Writes the output head, one shard whose size is a multiple of 4096."""
@@ -96,12 +97,12 @@ class StoreWriter:
             file.link({"head": head})
 
     @contextmanager
-    def resident(self, specs: Sequence[TensorSpec]) -> Iterator[ResidentFile]:
+    def resident(self, specs: Sequence[TensorSpec]) -> Iterator[NewShardFile]:
         """Writes named tensors of any size that always stay in memory; their order does not change the file."""
         # Wide elements come first: then all are aligned to their size without holes, which the format forbids.
         ordered = sorted(specs, key=lambda spec: (-spec.item_bits, spec.name))
         with self._file(RESIDENT_FILE, ordered) as file:
-            yield ResidentFile(file)
+            yield file
 
     def finish(self, extra: Mapping[str, Any]) -> None:
         """Completes the store: it can be opened from now on. `extra` is JSON for its readers. Raises DiskFull."""
@@ -120,14 +121,6 @@ class StoreWriter:
         if self._lock >= 0:
             lock, self._lock = self._lock, -1
             os.close(lock)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     @contextmanager
     def _file(self, name: str, specs: Sequence[TensorSpec]) -> Iterator[NewShardFile]:
@@ -167,37 +160,6 @@ class StoreWriter:
                 f"{self.folder / name} needs {nbytes} bytes and {shutil.disk_usage(self.folder).free} are free "
                 f"({error.strerror}); free some disk space and run this again; it resumes from here"
             ) from error
-
-
-class LayerFile:
-    """A layer that is being written. A shard may be given in consecutive pieces, so it need not fit in memory."""
-
-    def __init__(self, file: NewShardFile) -> None:
-        self._file = file
-
-    def write_dense(self, data: memoryview) -> None:
-        self._file.write("dense", 0, data)
-
-    def write_expert(self, index: int, data: memoryview) -> None:
-        self._file.write("experts", index, data)
-
-    def link(self, linked: Mapping[str, LinkedTensor]) -> None:
-        """Names the extents of `dense` or `experts`, which this file then does not have itself."""
-        self._file.link(linked)
-
-
-class ResidentFile:
-    """The resident tensors that are being written, in any order."""
-
-    def __init__(self, file: NewShardFile) -> None:
-        self._file = file
-
-    def write(self, name: str, data: memoryview) -> None:
-        self._file.write(name, 0, data)
-
-    def link(self, linked: Mapping[str, LinkedTensor]) -> None:
-        """Names the extents of other resident tensors in the checkpoint's files."""
-        self._file.link(linked)
 
 
 def _opaque(name: str, shape: tuple[int, ...], num_shards: int = 1) -> TensorSpec:

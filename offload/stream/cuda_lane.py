@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..device import Pinned
 from .stream import Shard, ShardStream, Slot, SyncPoint
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Event(SyncPoint, Protocol):
@@ -27,47 +29,20 @@ class Event(SyncPoint, Protocol):
 
     def elapsed_time(self, end: Any) -> float:
         """Milliseconds from this event to `end`."""
-        ...
-
-
-class CudaStream(Protocol):
-    """The part of `torch.cuda.Stream` that copies need."""
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
-class Cuda(Protocol):
-    """The part of `torch.cuda` that copies need."""
-
-    def Stream(self) -> Any: ...
-
-    def Event(self, enable_timing: bool = False) -> Any: ...
-
-    def current_stream(self) -> Any: ...
-
-    def stream(self, stream: Any, /) -> AbstractContextManager[Any]: ...
-
-
-class Bytes(Protocol):
-    """A uint8 tensor; its slices are copied with `copy_`."""
-
-    def __getitem__(self, run: slice, /) -> Any: ...
 
 
 class CudaLane:
-    """A Lane from `host`, a slab's tensor of which `pinned` is page-locked, into `memory`, the ring on the device.
+    """A Lane from `host`, a slab's tensor of which `pinned` is page-locked, into `memory`, the ring's on the device.
 
     Unpinned bytes are copied too, but the copy blocks the calling thread: send them through a StagedLane instead.
     """
 
-    def __init__(self, cuda: Cuda, host: Bytes, pinned: Pinned, memory: Bytes) -> None:
+    def __init__(self, cuda: Any, host: torch.Tensor, pinned: Pinned, memory: torch.Tensor) -> None:
         self._cuda = cuda
         self._host = host
         self._pinned = pinned
         self._memory = memory
-        self._side: CudaStream = cuda.Stream()
+        self._side = cuda.Stream()
         # The allocator may have given the ring memory that compute submitted earlier still has to read.
         self._side.wait_event(self._recorded(cuda.current_stream()))
         self._waits: deque[tuple[Event, Event]] = deque()

@@ -29,7 +29,6 @@ class Source(Protocol):
 
     def read(self, target: memoryview, offset: int, nbytes: int) -> None:
         """Reads `nbytes` from `offset` into `target`; may overwrite the rest of `target`. Raises OSError."""
-        ...
 
     def close(self) -> None: ...
 

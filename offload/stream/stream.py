@@ -130,7 +130,6 @@ class SyncPoint(Protocol):
 
     def synchronize(self) -> None:
         """Blocks the calling thread until the point is reached."""
-        ...
 
 
 class Ready(Protocol):
@@ -138,7 +137,6 @@ class Ready(Protocol):
 
     def query(self) -> bool:
         """Whether the bytes have arrived."""
-        ...
 
 
 ReadyT = TypeVar("ReadyT", bound=Ready)
@@ -150,42 +148,29 @@ class Lane(Protocol[ReadyT]):
     @property
     def nbytes_moved(self) -> int:
         """The bytes moved so far. A watchdog distinguishes slow from stuck by it."""
-        ...
 
     @property
     def seconds_waited(self) -> float:
         """Seconds that compute waited for shards."""
-        ...
 
     @property
     def seconds_busy(self) -> float:
         """Seconds during which there was something to move, so far."""
-        ...
 
     def start(self, shard: Shard, slot: Slot, after: SyncPoint | None) -> ReadyT:
         """Starts the copy of `shard` into `slot`; it begins once `after` is reached (None: at once). Does not block."""
-        ...
 
     def wait(self, ready: ReadyT) -> None:
         """Makes all compute submitted from now on wait for `ready`."""
-        ...
 
     def mark_used(self) -> SyncPoint | None:
         """The point after all compute submitted so far; None if it is reached already."""
-        ...
 
     def close(self) -> None:
         """Returns when nothing moves any more; only then may the memory be freed."""
-        ...
 
 
 View_co = TypeVar("View_co", covariant=True)
-
-
-class RingMemory(Protocol[View_co]):
-    """The ring's bytes: a memoryview, or a uint8 tensor."""
-
-    def __getitem__(self, run: slice, /) -> View_co: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -203,8 +188,9 @@ class ShardStream(Generic[View_co]):
     Has one consumer thread. Several arrivals may be held at once; they are released in the order of their arrival.
     """
 
-    def __init__(self, lane: Lane[Any], ring: Ring, memory: RingMemory[View_co], shifts: bool = False) -> None:
-        """With `shifts`, slots begin where their shards can be read without a copy."""
+    def __init__(self, lane: Lane[Any], ring: Ring, memory: Any, shifts: bool = False) -> None:
+        """`memory` are the ring's bytes: a memoryview, or a uint8 tensor. With `shifts`, slots begin where their shards
+        can be read without a copy."""
         self._shifts = shifts
         self._lane = lane
         self._ring = ring

@@ -66,12 +66,6 @@ def interleave(nibbles: Tensor, codes: Tensor) -> None:
     _blocks(codes).copy_(torch.bitwise_or(lower, upper << 4).transpose(1, 2))
 
 
-def deinterleave(codes: Tensor) -> Tensor:
-    """The inverse of `interleave`: uint8 [N, K]."""
-    blocks = _blocks(codes).transpose(1, 2)
-    return torch.stack((blocks & (NUM_CODES - 1), blocks >> 4), 1).reshape(len(codes), -1)
-
-
 def scale_and_zero(planes: tuple[Tensor, ...], axis: int = 0) -> tuple[Tensor, Tensor]:
     """The scale and the zero of every group, float32 in the shape of scales; `axis` is the axis of their groups."""
     scales, *zeros = planes[1].float(), *planes[2:]
@@ -153,16 +147,11 @@ class RowCodec:
     VALUES = lookup.Values(tuple(float(code - NUM_CODES // 2) for code in range(NUM_CODES)))
 
     def pack(self, weight: Tensor, planes: tuple[Tensor, ...]) -> None:
-        raise FormatError("Matrices are quantized in the order of their format: pack them so, then use relayout.")
+        raise FormatError("Matrices are quantized in the order of their format: pack them so.")
 
     def unpack(self, planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> None:
         scale, zero = scale_and_zero(planes, axis=1)
         lookup.unpack(planes[0], self.VALUES, scale, out, zero)
-
-    def unpack_unscaled(self, planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> tuple[Tensor, Tensor | None]:
-        weight = out[: len(planes[0])]
-        self.unpack(planes, weight, wide)
-        return weight, None
 
 
 @cache

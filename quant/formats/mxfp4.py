@@ -84,13 +84,6 @@ def unpack(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> None:
         lookup.unpack(codes, VALUES, _scales(scales, torch.float32), out)
 
 
-def unpack_unscaled(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Writes the matrix into `out`; no scales are left to apply."""
-    weight = out[: len(planes[0])]
-    unpack(planes, weight, wide)
-    return weight, None
-
-
 def _unpack_exactly(codes: Tensor, scales: Tensor, out: Tensor) -> None:
     """Writes the matrix into `out`, bfloat16 on a CPU: levels of four codes at once, times their powers of two."""
     table = _quadruples()

@@ -104,13 +104,6 @@ def unpack(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> None:
         lookup.unpack(codes, VALUES, scales, out)
 
 
-def unpack_unscaled(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Writes the matrix into `out`; no scales are left to apply."""
-    weight = out[: len(planes[0])]
-    unpack(planes, weight, wide)
-    return weight, None
-
-
 # The rows of a block in order `nf4pack`; two halves of it share bytes.
 BLOCK_ROWS = 32
 
@@ -129,11 +122,6 @@ class FusedCodec:
         codes, absmax = planes
         for rows in row_chunks((len(out), out.shape[1]), BLOCK_ROWS):
             unpack((deinterleave(codes[rows]), absmax[:, rows].t()), out[rows], wide[rows])
-
-    def unpack_unscaled(self, planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> tuple[Tensor, Tensor | None]:
-        weight = out[: len(planes[0])]
-        self.unpack(planes, weight, wide)
-        return weight, None
 
 
 def multiply(x: Tensor, planes: tuple[Tensor, ...], out: Tensor) -> None:

@@ -11,8 +11,3 @@ def pack(weight: Tensor, planes: tuple[Tensor, ...]) -> None:
 def unpack(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> None:
     """Copies the matrix into `out` [n, K] and converts it to the dtype of `out`."""
     out.copy_(planes[0])
-
-
-def unpack_unscaled(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Copies the matrix into `out`; no scales are left to apply."""
-    return out[: len(planes[0])].copy_(planes[0]), None

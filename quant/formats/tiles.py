@@ -8,7 +8,7 @@ a block are ordered as [K/group, 32, ...] in planes of scales and zeros; as [K/2
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,18 +62,10 @@ def by_rows(planes: tuple[Tensor, ...], high_first: bool = False) -> tuple[Tenso
     return (deinterleave_codes(codes, high_first), *grouped)
 
 
-class RowsCodec(Protocol):
-    """The part of a codec (tensor.Codec) of planes row after row that TilesCodec needs."""
-
-    def pack(self, weight: Tensor, planes: tuple[Tensor, ...]) -> None: ...
-
-    def unpack(self, planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> None: ...
-
-
 class TilesCodec:
-    """The codec (tensor.Codec) of the codes, of type `codes`, that `rows` packs and unpacks row after row."""
+    """The codec (tensor.Codec) of the codes, of type `codes`, that the codec `rows` packs and unpacks row after row."""
 
-    def __init__(self, codes: str, rows: RowsCodec, high_first: bool = False) -> None:
+    def __init__(self, codes: str, rows: Any, high_first: bool = False) -> None:
         self._codes = codes
         self._rows = rows
         self._high_first = high_first
@@ -94,11 +86,6 @@ class TilesCodec:
         for rows in row_chunks((len(out), out.shape[1]), BLOCK_ROWS):
             part = by_rows(tuple(plane[rows] for plane in planes), self._high_first)
             self._rows.unpack(part, out[rows], wide[rows])
-
-    def unpack_unscaled(self, planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> tuple[Tensor, Tensor | None]:
-        weight = out[: len(planes[0])]
-        self.unpack(planes, weight, wide)
-        return weight, None
 
 
 class Int4Rows(int4.RowCodec):

@@ -74,11 +74,6 @@ def open_ring(device: torch.device) -> int:
     return RING_NBYTES
 
 
-def close_rings() -> None:
-    """Frees all rings; copies from them must be done."""
-    _rings.clear()
-
-
 def upload(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copies x, which is in host memory, to the device without waiting for work that is queued on the device.
 

@@ -29,7 +29,7 @@ from ..formats.format import (
 )
 from ..native import library
 from ..scratch import TILE, is_direct, row_nbytes, scratch_nbytes, scratch_planes, strip_rows
-from ..tensor import CODECS, PackedTensor, dtype_name, pack, view
+from ..tensor import PackedTensor, dtype_name, pack, unpack_unscaled, view
 from . import tiled
 from .thread_pool import WorkerPool, torch_threads
 
@@ -226,8 +226,7 @@ class Matmul:
         direct = is_direct(packed.layout, dtype_name(x.dtype))
         planes = packed.rows(strip)
         part = y[:, strip]
-        codec = CODECS[packed.layout.codes, packed.layout.order]
-        weight, scales = (planes[0], None) if direct else codec.unpack_unscaled(planes, *scratch[:2])
+        weight, scales = (planes[0], None) if direct else unpack_unscaled(packed.layout, planes, *scratch[:2])
         weight = weight[: part.shape[1]]
         if self.deterministic:
             _multiply_tiles(x, weight, part, scratch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from queue import SimpleQueue
 from threading import Lock, Thread
@@ -47,9 +48,9 @@ class WorkerPool:
         active = min(self.size, len(jobs)) if isinstance(jobs, Sized) else self.size
         share = 1 if deterministic else max(1, num_threads // active)
         for worker in range(1, active):
-            self._tasks[worker - 1].put(_Task(waiting, work, worker, share))
+            self._tasks[worker - 1].put(partial(_take_jobs, waiting, work, worker, share))
         try:
-            _Task(waiting, work, 0, share)()
+            _take_jobs(waiting, work, 0, share)
         finally:
             # Whatever happened, no worker may still use the caller's tensors.
             outcomes = [self._outcomes.get() for _ in range(1, active)]
@@ -112,25 +113,17 @@ class _Queue(Generic[Job]):
         self._stopped = True
 
 
-class _Task:
+def _take_jobs(waiting: _Queue[Job], work: Callable[[Job, int], None], worker: int, share: int) -> None:
     """The part of one worker in a run: it takes jobs until none is left."""
-
-    def __init__(self, waiting: _Queue[Job], work: Callable[[Job, int], None], worker: int, share: int) -> None:
-        self._waiting = waiting
-        self._work = work
-        self._worker = worker
-        self._share = share
-
-    def __call__(self) -> None:
-        # Each thread has its own number of torch threads and its own inference mode, which writing some tensors needs.
-        torch.set_num_threads(self._share)
-        with torch.inference_mode():
-            try:
-                while taken := self._waiting.take():
-                    self._work(taken[0], self._worker)
-            except BaseException:
-                self._waiting.stop()
-                raise
+    # Each thread has its own number of torch threads and its own inference mode, which writing some tensors needs.
+    torch.set_num_threads(share)
+    with torch.inference_mode():
+        try:
+            while taken := waiting.take():
+                work(taken[0], worker)
+        except BaseException:
+            waiting.stop()
+            raise
 
 
 def _serve(tasks: SimpleQueue[Task | None], outcomes: SimpleQueue[BaseException | None]) -> None:

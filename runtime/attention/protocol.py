@@ -104,7 +104,6 @@ class AttentionCall:
 class Store(Protocol):
     def __call__(self, pool: KVPool, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Stores k, v [T, H, D] of the group's `layer`-th layer in slots int64 [T]: block id * block + offset."""
-        ...
 
 
 class AttentionBackend(Protocol):
@@ -112,7 +111,6 @@ class AttentionBackend(Protocol):
         self, call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
     ) -> torch.Tensor:
         """Stores the pass's k, v [T, Hkv, D]; returns attention of q [T, Hq, D] over them and the past, [T, Hq, D]."""
-        ...
 
 
 def is_causal_prefill(call: AttentionCall, chunk: Chunk) -> bool:

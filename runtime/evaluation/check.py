@@ -194,14 +194,15 @@ def check(
         else:
             quant, dtype = precision(engine.source, quant, dtype)
         encoded = _encode(engine, prompts or PROMPTS)
-        native = _cache_dtype(engine.source, dtype)
+        native = dtype if dtype != "auto" else str(engine.source.dtype or engine.source.shape.dtype)
         settings = Settings(quant=quant, dtype=dtype, kv=native, compute=compute, deterministic=deterministic)
         traced = _trace(engine, encoded, settings, chosen)
         # Its memory is the reference's now; the small files of a GGUF file stay.
         engine.close_engines()
         if kv not in ("auto", native):
             # The reference has keys and values as they are computed: attention over codes is compared by itself.
-            traced = traced._replace(**_parts_over(engine, encoded, replace(settings, kv=kv), chosen))
+            over = _trace(engine, encoded, replace(settings, kv=kv), chosen)
+            traced = traced._replace(parts=over.parts, kv=over.kv)
             engine.close_engines()
         tries: list[LocalErrors] = []
 
@@ -212,16 +213,6 @@ def check(
         formats = FormatWeights(traced.shards, traced.compute == "int8")
         reference = compute_reference(other, traced.token_ids, traced.rows, chosen.host_nbytes(), local, formats)
     return _report(str(model), str(against or model), traced, reference, tries[-1])
-
-
-def _cache_dtype(source: ModelSource, dtype: str) -> str:
-    """Keys and values as they are computed: their format is not what is checked."""
-    return dtype if dtype != "auto" else str(source.dtype or source.shape.dtype)
-
-
-def _parts_over(engine: OpenModel, prompts: list[list[int]], settings: Settings, budgets: Budgets) -> dict[str, Any]:
-    traced = _trace(engine, prompts, settings, budgets)
-    return {"parts": traced.parts, "kv": traced.kv}
 
 
 def _refuse_others(source: ModelSource, other: ModelSource) -> None:
@@ -353,7 +344,7 @@ def _trace(model: OpenModel, prompts: list[list[int]], settings: Settings, budge
     positions = torch.tensor([range(len(each) - 1, len(each) - 1 + MAX_TOKENS) for each in prompts])
     plan = loaded.policy.plan
     return _Traced(
-        token_ids, recorder.computed, _different(positions), positions, logits, generated, hidden, recorder.chosen,
+        token_ids, recorder.computed, torch.unique(positions), positions, logits, generated, hidden, recorder.chosen,
         plan.quant, plan.dtype, plan.compute, plan.kv, parts.parts, loaded.engine.shards, dict(loaded.engine.loss),
     )  # fmt: skip
 
@@ -371,11 +362,6 @@ def _fill_shared(token_ids: Tensor, computed: Tensor, hidden: Tensor, lengths: S
                 hidden[:, index, missing] = hidden[:, other, missing]
                 known[index, missing] = True
                 break
-
-
-def _different(numbers: Tensor) -> Tensor:
-    """Each number once, in order."""
-    return torch.tensor(sorted(set(numbers.flatten().tolist())))
 
 
 def _report(model: str, against: str, traced: _Traced, reference: Reference, local: LocalErrors) -> CheckReport:

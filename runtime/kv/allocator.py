@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from heapq import heappop, heappush
 
@@ -288,12 +288,8 @@ class Usage:
         return self.live + self.waste + self.cached + self.idle
 
     def add(self, other: Usage) -> None:
-        self.live += other.live
-        self.waste += other.waste
-        self.cached += other.cached
-        self.idle += other.idle
-        self.scales += other.scales
-        self.shared += other.shared
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
 
 def measure(groups: Iterable[GroupCache], tables: Iterable[BlockTable]) -> Usage:

@@ -59,18 +59,14 @@ class HostTier:
 
     def __init__(self, groups: Items[GroupCache], slots: Items[Items[torch.Tensor]]) -> None:
         self._cache = [_TierBlocks(group.allocator, group.pool.memory) for group in groups]
-        self._host = [_TierBlocks(BlockAllocator(len(memory)), HostSlots(memory)) for memory in slots]
+        self.tiers = [_TierBlocks(BlockAllocator(len(memory)), HostSlots(memory)) for memory in slots]
         self._block = groups[0].spec.block
-
-    @property
-    def allocators(self) -> tuple[BlockAllocator, ...]:
-        return tuple(tier.allocator for tier in self._host)
 
     def park(self, table: BlockTable) -> bool:
         """Moves stored blocks to the host; returns False, and changes nothing, where too few slots are free."""
         num_blocks = -(-table.num_tokens // self._block)
         stored = [blocks[:num_blocks] for blocks in table.blocks]
-        moved = _move_all(stored, self._contents(table), self._cache, self._host)
+        moved = _move_all(stored, self._contents(table), self._cache, self.tiers)
         if moved is None:
             return False
         for tier, blocks in zip(self._cache, table.blocks, strict=True):
@@ -80,17 +76,17 @@ class HostTier:
 
     def unpark(self, table: BlockTable) -> bool:
         """Moves them back into the cache; returns False, and changes nothing, where too few blocks are available."""
-        moved = _move_all(table.parked, self._contents(table), self._host, self._cache)
+        moved = _move_all(table.parked, self._contents(table), self.tiers, self._cache)
         if moved is None:
             return False
-        for tier, slots in zip(self._host, table.parked, strict=True):
+        for tier, slots in zip(self.tiers, table.parked, strict=True):
             _release(tier, slots)
         table.blocks, table.parked = moved, []
         return True
 
     def release(self, table: BlockTable) -> None:
         """What the table has parked is given up, and its blocks of host memory are free."""
-        for slots, parked in zip(self._host, table.parked, strict=True):
+        for slots, parked in zip(self.tiers, table.parked, strict=True):
             _release(slots, parked)
         table.parked = []
 
@@ -261,7 +257,8 @@ class KVCache:
             if self.states is not None and not self.states.num_free:
                 return False
             nothing: list[list[int]] = [[] for _ in self.groups]
-            return self._admits(nothing, table.num_tokens, num_tokens, spare) and self._unpark(table)
+            assert self.host is not None
+            return self._admits(nothing, table.num_tokens, num_tokens, spare) and self.host.unpark(table)
         found = self._find(table, tokens, num_tokens if shareable is None else min(num_tokens, shareable + 1))
         stored = len(found[0]) * self.block
         if not self._admits(found, stored, num_tokens, spare):
@@ -415,7 +412,3 @@ class KVCache:
         return all(
             group.admits(blocks, stored, num_tokens, spare) for group, blocks in zip(self.groups, found, strict=True)
         )
-
-    def _unpark(self, table: BlockTable) -> bool:
-        assert self.host is not None
-        return self.host.unpark(table)

@@ -85,7 +85,8 @@ class KVPool:
         """`key_offsets` [layers, H, D] and `tiled` are for quantized keys (`KeyTransform`); None subtracts nothing."""
         self.spec = spec
         layout, group = spec.layout, spec.group
-        self._formats = (layout.format.keys, layout.format.values)
+        # Of keys and of values.
+        self.formats = (layout.format.keys, layout.format.values)
         sides = (layout.keys, layout.values)
         planes = [plane for side in sides for plane in side if plane is not None]
         self.memory = BlockMemory(planes, layout.nbytes, len(group.layers), num_blocks, device)
@@ -101,13 +102,8 @@ class KVPool:
         return self.memory.bytes.numel()
 
     @property
-    def formats(self) -> tuple[VectorFormat, VectorFormat]:
-        """The formats of keys and of values."""
-        return self._formats
-
-    @property
     def quantized(self) -> bool:
-        return any(vectors.quantized for vectors in self._formats)
+        return any(vectors.quantized for vectors in self.formats)
 
     def planes(self, layer: int) -> tuple[Coded, Coded]:
         """Keys and values of the group's `layer`-th layer, as contiguous views of `memory`.
@@ -128,7 +124,7 @@ class KVPool:
     def as_stored(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [T, H, D] as the cache returns them: attention over a prompt's own tokens uses these."""
         transformed = k if self.key_transform is None else self.key_transform.keys(layer, k)
-        keys, values = self._formats
+        keys, values = self.formats
         return decode(encode(transformed, keys), keys, k.dtype), decode(encode(v, values), values, v.dtype)
 
     def write(
@@ -136,7 +132,7 @@ class KVPool:
     ) -> None:
         """Stores k, v [T, H, D] of the group's `layer`-th layer at token `offsets` [T] of `block_ids` [T]."""
         transformed = k if self.key_transform is None else self.key_transform.keys(layer, k)
-        for x, vectors, views in zip((transformed, v), self._formats, self._views[layer], strict=True):
+        for x, vectors, views in zip((transformed, v), self.formats, self._views[layer], strict=True):
             coded = encode(x, vectors)
             views.codes[block_ids, :, offsets] = coded.codes
             for view, values in ((views.scales, coded.scales), (views.zeros, coded.zeros)):
@@ -148,14 +144,14 @@ class KVPool:
     ) -> list[torch.Tensor]:
         """Keys and values [T, H, D] of single tokens at `offsets` [T] of blocks `block_ids` [T], as they are stored."""
         found = []
-        for vectors, (codes, *others) in zip(self._formats, self._views[layer], strict=True):
+        for vectors, (codes, *others) in zip(self.formats, self._views[layer], strict=True):
             taken = (None if view is None else view[block_ids, :, :, offsets] for view in others)
             found.append(decode(Coded(codes[block_ids, :, offsets], *taken), vectors, dtype))
         return found
 
     def gather(self, layer: int, block_ids: torch.Tensor, out: Iterable[torch.Tensor]) -> None:
         """Fills out, two times [H, len(block_ids) * block, D], with the keys and values of whole blocks."""
-        for side, vectors, views in zip(out, self._formats, self._views[layer], strict=True):
+        for side, vectors, views in zip(out, self.formats, self._views[layer], strict=True):
             if side.numel():
                 target = side.view(side.shape[0], len(block_ids), -1, side.shape[-1])
                 _gather(views, vectors, block_ids, target)

@@ -132,11 +132,6 @@ class StatePool:
         """Slots that a sequence can take; those of snapshots are among them."""
         return self.allocator.num_available
 
-    @property
-    def num_snapshots(self) -> int:
-        """Snapshots that prefixes can be found by, and that no sequence reads now."""
-        return self.allocator.num_cached
-
     def conv(self, layer: int) -> LayerStates:
         """The last inputs [slots, C, K - 1] of a layer's convolution; in memory C is the last dimension."""
         return self._conv[layer]

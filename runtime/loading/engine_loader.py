@@ -66,7 +66,6 @@ from ..weights.preparation import WINDOW_COPIES, WINDOW_NBYTES, MemorySink, Prep
 from ..weights.streaming import StreamedWeights, fill_from_store
 
 if TYPE_CHECKING:
-    from ...quant.kernels.product import GroupedProduct
     from ..plan.planner import PlanResult
     from ..text.tokenizer import Tokenizer
     from .machine_memory import MachineMemory
@@ -124,13 +123,18 @@ def make_compute(shape: ModelShape, plan: Plan, torch_device: torch.device) -> P
     # use all threads each. A device is one queue of work, which more threads would not fill faster.
     shared = plan.deterministic or any(layer.experts for layer in shape.layers)
     helpers = num_workers() - 1 if shared and torch_device.type == "cpu" else 0
+    grouped = None
+    if plan.grouped_experts:
+        from ...quant.kernels.product import GroupedProduct
+
+        grouped = GroupedProduct(torch_device, plan.deterministic)
     return ParallelMatmul(
         Workspace(workspace_nbytes(*sizes), torch_device),
         deterministic=plan.deterministic,
         integer=plan.compute == "int8",
         gemv_max_rows=measure_gemv_max_rows(plan.quant, plan.compute == "int8"),
         helpers=[Workspace(helper_nbytes(*sizes)) for _ in range(min(helpers, torch.get_num_threads() - 1))],
-        grouped=_grouped(torch_device, plan.deterministic) if plan.grouped_experts else None,
+        grouped=grouped,
     )
 
 
@@ -150,12 +154,6 @@ def make_attention(cache: KVCache, plan: Plan, device: Device | None) -> Attenti
         return TorchAttention(cache, dtype, tiled, torch_device, store_by_kernel)
     gpu = Gpu(device.capability, device.processors) if device else INTERPRETER
     return TritonAttention(cache, dtype, tiled, gpu, torch_device, plan.stores_by_kernel)
-
-
-def _grouped(torch_device: torch.device, deterministic: bool) -> GroupedProduct:
-    from ...quant.kernels.product import GroupedProduct
-
-    return GroupedProduct(torch_device, deterministic)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,8 +35,8 @@ from ..shape.shards import lies_unpacked, model_shards, offered_formats, settled
 from ..source.model_source import ModelSource, model_fingerprint, recipe
 from ..source.stored_model import FindLinked, carried_files, write_resident
 from ..weights.key_offsets import FILE, MAX_TOKENS, fixed_token_ids, keep, measure
-from ..weights.linking import CannotLink, Linker, LinkingSink
-from ..weights.preparation import Preparation, ShardSink, StoreSink, window_nbytes
+from ..weights.linking import CannotLink, Linker, StoreSink
+from ..weights.preparation import Preparation, window_nbytes
 from .engine_loader import load_engine
 from .selftest import checked
 
@@ -110,7 +110,7 @@ def _copy(target: Path, source: ModelSource, made_of: Mapping[str, Any], budgets
             return Written()
         doing, note = f"writing {made_of['quant']} weights", _announcement(target, making.shards.nbytes)
         with making.opened() as checkpoint, making.stage(doing, note) as advance:
-            return making.write(writer, checkpoint, StoreSink(writer), advance)
+            return making.write(writer, checkpoint, StoreSink(writer, making.shards), advance)
 
 
 def prepare_linked(source: ModelSource, target: Path, quant: str, dtype: str, budgets: Budgets) -> Written | None:
@@ -139,7 +139,7 @@ def _name(target: Path, source: ModelSource, made_of: Mapping[str, Any], budgets
         fingerprint = model_fingerprint(source.weights)
         with StoreWriter(target, made_of, fingerprint, linker.sources) as writer, suppress(CannotLink):
             limit = partial(disk_budget, target, wanted=budgets.disk_nbytes())
-            sink = LinkingSink(writer, linker, making.shards, limit)
+            sink = StoreSink(writer, making.shards, linker, limit)
             with making.stage("checking weights", note) as advance:
                 return making.write(writer, checkpoint, sink, advance, linker.find_resident)
     return None
@@ -165,7 +165,7 @@ class _Making:
         self,
         writer: StoreWriter,
         checkpoint: Checkpoint,
-        sink: ShardSink,
+        sink: StoreSink,
         advance: Advance,
         find: FindLinked = lambda name, data: None,
     ) -> Written:

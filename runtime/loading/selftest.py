@@ -22,7 +22,7 @@ from dataclasses import replace
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from platformdirs import user_state_path
@@ -51,10 +51,8 @@ from ...quant.tensor import TORCH_DTYPES, dtype_name, pack
 from ..attention.choice import LARGEST_HEAD
 from ..attention.kernels.operands import has_dot
 from ..attention.latent import LatentAttention
-from ..attention.protocol import AttentionBackend
 from ..attention.selftest import DECODE, EXTEND, Heads, heads_of, wrong_attention, wrong_store
 from ..attention.torch_backend import TorchAttention
-from ..kv.cache import KVCache
 from ..kv.spec import BLOCK_TOKENS
 from ..plan.placement import Plan
 from ..plan.planner import choose_dtype, dtype_notes
@@ -216,7 +214,7 @@ def family_tests(torch_device: torch.device, gpu: Gpu, needs: KernelNeeds) -> di
 
         # Without usable tensor cores torch replaces the kernel of prompts.
         passes = (*DECODE, *EXTEND) if has_dot(gpu.capability) else DECODE
-        make = partial(_triton, TritonAttention, dtype, gpu, torch_device)
+        make = partial(TritonAttention, dtype=dtype, tiled=False, gpu=gpu, device=torch_device, stores_by_kernel=False)
         return _first(wrong_attention(each, dtype, make, passes, torch_device) for each in heads)
 
     def cache() -> str:
@@ -230,11 +228,6 @@ def family_tests(torch_device: torch.device, gpu: Gpu, needs: KernelNeeds) -> di
         return wrong_grouped(torch_device, dtype, needs.experts)
 
     return {"attention": attention, "cache": cache, "experts": experts}
-
-
-def _triton(kind: Any, dtype: torch.dtype, gpu: Gpu, device: torch.device, cache: KVCache) -> AttentionBackend:
-    backend: AttentionBackend = kind(cache, dtype, False, gpu, device, stores_by_kernel=False)
-    return backend
 
 
 def _first(found: Iterable[Wrong | None]) -> str:
@@ -274,12 +267,9 @@ def run_one(index: int, needs: KernelNeeds, family: str) -> str:
     for line in done.stdout.splitlines():
         if line.startswith(RESULT):
             return line.removeprefix(RESULT)
-    return f"Triton's kernels do not run here: the process that tried them {_death(done.returncode, done.stderr)}"
-
-
-def _death(code: int, said: str) -> str:
-    last = (said.strip().splitlines() or [""])[-1][:160]
-    return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}: {last}"
+    code, last = done.returncode, (done.stderr.strip().splitlines() or [""])[-1][:160]
+    death = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}: {last}"
+    return f"Triton's kernels do not run here: the process that tried them {death}"
 
 
 def _key(device: Device, needs: KernelNeeds) -> str:

@@ -39,7 +39,7 @@ def keep_latents(model: nn.Module, config: ModelConfig) -> None:
             "a newer one is wanted, which caches latents"
         )
     for module in modules:
-        module.expand_kv = _as_they_are
+        module.expand_kv = lambda latents, rotated: (latents, rotated)
         if (indexer := getattr(module, "indexer", None)) is not None:
             indexer.forward = partial(_index, indexer, _rotation_of(indexer))
 
@@ -71,10 +71,6 @@ def _rotation_of(indexer: Any) -> Any:
     if len(found) != 1 or not {"wq_b", "wk", "k_norm", "weights_proj", "softmax_scale", "relu"} <= set(code.co_names):
         raise UnsupportedModel(f"{type(indexer).__name__} chooses tokens in a way that moedge does not know")
     return getattr(sys.modules[type(indexer).__module__], found[0])
-
-
-def _as_they_are(latents: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return latents, rotated
 
 
 def latent_weights(module: Any) -> LatentWeights | None:

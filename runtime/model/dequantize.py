@@ -115,7 +115,12 @@ def gguf_codes(checkpoint: Checkpoint, weight: GgufWeight, expert: int | None = 
 
 def gguf_rows(checkpoint: Checkpoint, weight: GgufWeight, expert: int | None = None) -> Callable[[int, int], Tensor]:
     """Gives rows `begin` to `end` of a matrix, or of one expert's of a stack, in float32."""
-    return _widened(_matrices(checkpoint, weight, expert), [checkpoint.entries[name].dtype for name in weight.sources])
+    parts = _matrices(checkpoint, weight, expert)
+    kinds, count = [checkpoint.entries[name].dtype for name in weight.sources], len(parts)
+    # Chunks of rows are even, and so are the rows of matrices that are made of two.
+    return lambda begin, end: _by_turns(
+        [_dequantized(part[begin // count : end // count], kind) for part, kind in zip(parts, kinds, strict=True)]
+    )
 
 
 def q4_k_rows(checkpoint: Checkpoint, weight: GgufWeight, expert: int | None = None) -> Tensor:
@@ -173,18 +178,6 @@ def _by_turns(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.stack(parts, 1).flatten(0, 1)
 
 
-def _widened(parts: list[Tensor], kinds: list[str]) -> Callable[[int, int], Tensor]:
-    count = len(parts)
-
-    def rows(begin: int, end: int) -> Tensor:
-        # Chunks of rows are even, and so are the rows of matrices that are made of two.
-        return _by_turns(
-            [_dequantized(part[begin // count : end // count], kind) for part, kind in zip(parts, kinds, strict=True)]
-        )
-
-    return rows
-
-
 def _dequantized(rows: Tensor, kind: str) -> Tensor:
     if kind in FLOATS:
         return rows.contiguous().view(_DTYPES[kind]).float()
@@ -224,11 +217,7 @@ def _halves(blocks: Tensor) -> Tensor:
 def _halved_blocks(packed: Tensor, num_columns: int) -> Callable[[int, int], Tensor]:
     """Codes of blocks whose low bits hold the first half."""
 
-    def rows(begin: int, end: int) -> Tensor:
-        part = packed[begin:end]
-        return torch.cat((part & 15, part >> 4), -1).reshape(-1, num_columns)
-
-    return rows
+    return lambda begin, end: torch.cat((packed[begin:end] & 15, packed[begin:end] >> 4), -1).reshape(-1, num_columns)
 
 
 _CODES: dict[str, Callable[[Tensor, tuple[int, int]], Codes]] = {"MXFP4": _mxfp4, "Q4_0": _q4_0, "Q8_0": _q8_0}
@@ -316,9 +305,7 @@ def read_codes(checkpoint: Checkpoint, weight: QuantizedWeight, expert: int | No
 def _read(checkpoint: Checkpoint, name: str, expert: int | None) -> Tensor:
     entry = checkpoint.entries[name]
     shape = entry.shape if expert is None else entry.shape[1:]
-    nbytes = entry.nbytes if expert is None else entry.nbytes // entry.shape[0]
-    data = torch.empty(nbytes, dtype=torch.uint8)
-    checkpoint.read_into(name, data.numpy().data, nbytes * (expert or 0))
+    data = _read_bytes(checkpoint, name, None if expert is None else range(expert, expert + 1))
     return data.view(_VIEWS.get(entry.dtype) or SAFETENSORS_DTYPES[entry.dtype]).view(shape)
 
 
@@ -369,8 +356,8 @@ def _zeros(parts: Mapping[str, Tensor], weight: QuantizedWeight, num_rows: int) 
         # GPTQ's first layout has every zero point less one, taken from whole words: a zero point of 0 borrows from its
         # neighbour, and gets that back here (GPTQModel, convert_gptq_v1_to_v2_format_module).
         words = words + weight.zero * _ones(weight.bits, words.shape[1])
-    codes = _in_awq_order(_unpacked(words, 4, num_rows)) if weight.packing == "awq" else None
-    codes = _unpacked(words, weight.bits, num_rows) if codes is None else codes
+    codes = _unpacked(words, weight.bits, num_rows)
+    codes = _in_awq_order(codes) if weight.packing == "awq" else codes
     if weight.zero and 32 % weight.bits:
         # Codes of three bits cross words, and a word's carry would be lost.
         codes = (codes + weight.zero) % (1 << weight.bits)
@@ -385,25 +372,6 @@ def _ones(bits: int, num_words: int) -> Tensor:
 
 
 _Rows = Callable[[int, int], Tensor]
-
-
-def _bytes(codes: Tensor, bits: int, num_columns: int) -> _Rows:
-    return lambda begin, end: codes[begin:end]
-
-
-def _words(codes: Tensor, bits: int, num_columns: int) -> _Rows:
-    return lambda begin, end: _unpacked(codes[begin:end], bits, num_columns)
-
-
-def _words_first(codes: Tensor, bits: int, num_columns: int) -> _Rows:
-    return lambda begin, end: _unpacked(codes[:, begin:end].t(), bits, num_columns)
-
-
-def _awq(codes: Tensor, bits: int, num_columns: int) -> _Rows:
-    def rows(begin: int, end: int) -> Tensor:
-        return _in_awq_order(_unpacked(codes[:, begin // 8 : end // 8], 4, end - begin)).t()
-
-    return rows
 
 
 def _low_nibbles(codes: Tensor, bits: int, num_columns: int) -> _Rows:
@@ -425,12 +393,16 @@ def _high_nibbles(codes: Tensor, bits: int, num_columns: int) -> _Rows:
 
 
 _PACKINGS: Mapping[str, Callable[[Tensor, int, int], _Rows]] = {
-    "awq": _awq,
-    "bytes": _bytes,
+    "awq": lambda codes, bits, num_columns: (
+        lambda begin, end: _in_awq_order(_unpacked(codes[:, begin // 8 : end // 8], 4, end - begin)).t()
+    ),
+    "bytes": lambda codes, bits, num_columns: lambda begin, end: codes[begin:end],
     "high-nibbles": _high_nibbles,
     "low-nibbles": _low_nibbles,
-    "words": _words,
-    "words-first": _words_first,
+    "words": lambda codes, bits, num_columns: lambda begin, end: _unpacked(codes[begin:end], bits, num_columns),
+    "words-first": lambda codes, bits, num_columns: (
+        lambda begin, end: _unpacked(codes[:, begin:end].t(), bits, num_columns)
+    ),
 }
 
 

@@ -130,7 +130,7 @@ def _adapt_experts(moe: Any) -> None:
     """
     experts = moe.experts
     experts.is_transposed, experts.has_gate, experts.has_bias, experts.has_post_expert_norm = True, True, False, False
-    experts._apply_gate = partial(_activated, activation=experts.act_fn)
+    experts._apply_gate = partial(_activate, activation=experts.act_fn)
 
     def forward(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows = hidden.reshape(-1, moe.hidden_dim)
@@ -142,11 +142,6 @@ def _adapt_experts(moe: Any) -> None:
         return out, logits
 
     moe.forward = forward
-
-
-def _activated(gate_up: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return up * activation(gate)
 
 
 def _rescale(queries: torch.Tensor, positions: torch.Tensor, scale: float, floor: float) -> torch.Tensor:

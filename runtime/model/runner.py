@@ -24,7 +24,6 @@ class Executor(Protocol):
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Logits [R, V] of the batch's `logit_rows`, in the dtype of the output head, on the device."""
-        ...
 
 
 class SeamExecutor:

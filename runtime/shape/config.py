@@ -338,24 +338,8 @@ def _late(config: ModelConfig, layer: int) -> bool:
     return layer >= config.size("max_window_layers")
 
 
-def _early_and_odd(config: ModelConfig, layer: int) -> bool:
-    return (layer + 1) % 2 != 0 and layer < config.size("max_window_layers")
-
-
 def _last_of_six_and_ends(config: ModelConfig, layer: int) -> bool:
     return (layer + 1) % 6 != 0 and layer + 1 != config.size("num_hidden_layers")
-
-
-def _mimo(config: ModelConfig, layer: int) -> bool:
-    return layer != 0 and (layer + 1) % 6 != 0
-
-
-def _lfm3(config: ModelConfig, layer: int) -> bool:
-    return layer > 0 and layer % 4 == 0
-
-
-def _flint(config: ModelConfig, layer: int) -> bool:
-    return layer >= 2 and layer % 4 != 1 and layer + 1 != config.size("num_hidden_layers")
 
 
 def _cohere_moe(config: ModelConfig, layer: int) -> bool:
@@ -369,10 +353,6 @@ def _where_rotary(config: ModelConfig, layer: int) -> bool:
     """llama4: layers with rotary positions are chunked."""
     given = config.get("no_rope_layers")
     return bool(given[layer]) if given else (layer + 1) % (config.get("no_rope_layer_interval") or 4) != 0
-
-
-def _where_not_rotary(config: ModelConfig, layer: int) -> bool:
-    return not _where_rotary(config, layer)
 
 
 # Families in which no window given means that no layer slides.
@@ -394,7 +374,7 @@ SLIDING: dict[str, Rule] = {
     "dots1": _late,
     "exaone4": _last_of(4, "sliding_window_pattern"),
     "exaone_moe": _last_of(4, "sliding_window_pattern"),
-    "flint": _flint,
+    "flint": lambda config, layer: layer >= 2 and layer % 4 != 1 and layer + 1 != config.size("num_hidden_layers"),
     "gemma2": _last_of(2),
     "gemma3_text": _last_of(6, "sliding_window_pattern"),
     "gemma4_text": _last_of_six_and_ends,
@@ -404,10 +384,10 @@ SLIDING: dict[str, Rule] = {
     "granitemoe_swa": _first_of(4),
     "kolibri1": _last_of(5),
     "laguna": _never,
-    "lfm3": _lfm3,
+    "lfm3": lambda config, layer: layer > 0 and layer % 4 == 0,
     "llama4_text": _where_rotary,
     "mellum": _never,
-    "mimo_v2_flash": _mimo,
+    "mimo_v2_flash": lambda config, layer: layer != 0 and (layer + 1) % 6 != 0,
     "minimax": _always,
     "ministral": _always,
     "ministral3": _always,
@@ -417,10 +397,10 @@ SLIDING: dict[str, Rule] = {
     "phi3": _always,
     "phimoe": _always,
     "qwen2": _late,
-    "qwen2_moe": _early_and_odd,
+    "qwen2_moe": lambda config, layer: (layer + 1) % 2 != 0 and layer < config.size("max_window_layers"),
     "qwen3": _late,
     "qwen3_moe": _always,
-    "smollm3": _where_not_rotary,
+    "smollm3": lambda config, layer: not _where_rotary(config, layer),
     "starcoder2": _always,
     "vaultgemma": _last_of(2),
 }

@@ -1,6 +1,6 @@
 """The model families that moedge runs, those that it refuses, and the text model inside those that see or hear.
 
-Defaults of config fields come from `defaults.json`, which `runtime/model/defaults.py` generates from transformers.
+Defaults of config fields come from `defaults.json`, which `make tables` generates from transformers.
 docs/tables/models.md, which `make matrix` generates, says what ran with which release of transformers. Models that see
 or hear (transformers' `*ForConditionalGeneration`) have the text model's own configuration in `text_config`, and its
 tensors under a prefix. Other tensors are not read.

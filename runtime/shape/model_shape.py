@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ...offload.typed_json import read_as
+
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
@@ -199,25 +201,6 @@ def shape_to_json(shape: ModelShape) -> dict[str, Any]:
 
 
 def shape_from_json(values: dict[str, Any]) -> ModelShape:
-    """Raises KeyError or TypeError for anything that `shape_to_json` did not write."""
-    return ModelShape(
-        **{
-            **values,
-            "layers": tuple(_layer(layer) for layer in values["layers"]),
-            "kv_groups": tuple(KVGroup(**{**group, "layers": tuple(group["layers"])}) for group in values["kv_groups"]),
-            "head": Matrix(**values["head"]) if values["head"] else None,
-            "stored": tuple(StoredFormat(**each) for each in values.get("stored", ())),
-            "state_groups": tuple(map(_state_group, values.get("state_groups", ()))),
-        }
-    )
-
-
-def _state_group(values: dict[str, Any]) -> StateGroup:
-    return StateGroup(tuple(values["layers"]), tuple(values["conv"]), tuple(values["recurrent"]))
-
-
-def _layer(values: dict[str, Any]) -> LayerShape:
-    experts = values["experts"]
-    if experts is not None:
-        experts = ExpertsShape(**{**experts, "up": Matrix(**experts["up"]), "down": Matrix(**experts["down"])})
-    return LayerShape(**{**values, "dense": tuple(Matrix(**matrix) for matrix in values["dense"]), "experts": experts})
+    """Raises KeyError, TypeError or ValueError for anything that `shape_to_json` did not write."""
+    shape: ModelShape = read_as(ModelShape, values)
+    return shape

@@ -23,13 +23,23 @@ def find_model(name: str) -> Path:
     it at the end, all parts of which are downloaded where it is split. Cache, token and offline mode are
     huggingface_hub's own settings. Raises ModelNotFound.
     """
-    folder = Path(name).expanduser()
-    if folder.is_dir() or (is_gguf(folder) and folder.is_file()):
-        _refuse_many(name, folder)
-        return folder
-    if is_gguf(folder):
-        return _fetch_gguf(name)
-    return _fetch(name, *repository_of(name))
+    if (here := _on_this_machine(name)) is not None:
+        return here
+    repository, revision, files = _in_repository(name)
+    from huggingface_hub import hf_hub_download, snapshot_download
+
+    try:
+        if files:
+            first, *_ = [Path(hf_hub_download(repository, file, revision=revision)) for file in files]
+            return first
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
+    # The library lets through the errors of its HTTP client, another one in every major version, and, where a proxy
+    # answers something else than the hub would, whatever its own code trips over.
+    except Exception as error:
+        what = "file" if files else "folder"
+        raise ModelNotFound(
+            f"{name!r} is not a local {what}, and could not be downloaded from the hub: {hub_reason(error)}"
+        ) from None
 
 
 def repository_of(name: str) -> tuple[str, str | None]:
@@ -52,24 +62,27 @@ def repository_of(name: str) -> tuple[str, str | None]:
 _FILE_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".json", ".jsonl", ".ckpt")
 
 
-def _refuse_many(name: str, folder: Path) -> None:
-    """A folder with nothing but GGUF files is not one model."""
-    files = sorted(folder.glob("*.gguf")) if folder.is_dir() else []
+def _on_this_machine(name: str) -> Path | None:
+    """The folder or GGUF file of that path. A folder with nothing but GGUF files is not one model."""
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        return folder if is_gguf(folder) and folder.is_file() else None
+    files = sorted(folder.glob("*.gguf"))
     if files and not any(folder.glob("*.json")):
         raise ModelNotFound(f"{name!r} holds GGUF files; give one of them, such as {files[0]}")
+    return folder
 
 
 def local_folder(name: str) -> Path | None:
     """The folder of a complete local checkpoint, or one in the cache of the hub; makes no connection."""
-    folder = Path(name).expanduser()
-    if folder.is_dir() or (is_gguf(folder) and folder.is_file()):
-        _refuse_many(name, folder)
-        return folder
-    if is_gguf(folder):
-        return _cached_gguf(name)
-    repository, revision = repository_of(name)
-    from huggingface_hub import snapshot_download
+    if (here := _on_this_machine(name)) is not None:
+        return here
+    repository, revision, files = _in_repository(name)
+    from huggingface_hub import snapshot_download, try_to_load_from_cache
 
+    if files:
+        paths = [try_to_load_from_cache(repository, file, revision=revision) for file in files]
+        return Path(str(paths[0])) if all(isinstance(path, str) for path in paths) else None
     try:
         found = Path(snapshot_download(repository, revision=revision, local_files_only=True))
     except Exception:
@@ -77,8 +90,10 @@ def local_folder(name: str) -> Path | None:
     return found if any(found.glob("*.safetensors")) else None
 
 
-def _gguf_of(name: str) -> tuple[str, str | None, list[str]]:
-    """Repository, revision, and the files of a GGUF checkpoint in it. Raises ModelNotFound."""
+def _in_repository(name: str) -> tuple[str, str | None, list[str]]:
+    """Repository, revision, and the files of a GGUF checkpoint in it; no files for the whole. Raises ModelNotFound."""
+    if not is_gguf(Path(name)):
+        return *repository_of(name), []
     owner, _, rest = name.partition("/")
     repository, _, file = rest.partition("/")
     if not file:
@@ -88,14 +103,6 @@ def _gguf_of(name: str) -> tuple[str, str | None, list[str]]:
     folder, _, last = file.rpartition("/")
     files = [f"{folder}/{part}" if folder else part for part in split_files(last)]
     return *repository_of(f"{owner}/{repository}"), files
-
-
-def _cached_gguf(name: str) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-
-    repository, revision, files = _gguf_of(name)
-    found = [try_to_load_from_cache(repository, file, revision=revision) for file in files]
-    return Path(found[0]) if all(isinstance(path, str) for path in found) and isinstance(found[0], str) else None
 
 
 def hub_reason(error: Exception) -> str:
@@ -118,20 +125,6 @@ def hub_reason(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
-def _fetch_gguf(name: str) -> Path:
-    from huggingface_hub import hf_hub_download
-
-    repository, revision, files = _gguf_of(name)
-    try:
-        first, *_ = [Path(hf_hub_download(repository, file, revision=revision)) for file in files]
-        return first
-    # As in `_fetch`.
-    except Exception as error:
-        raise ModelNotFound(
-            f"{name!r} is not a local file, and could not be downloaded from the hub: {hub_reason(error)}"
-        ) from None
-
-
 def download_space() -> int:
     """Free bytes of the disk that checkpoints are downloaded to."""
     from huggingface_hub.constants import HF_HUB_CACHE
@@ -144,20 +137,6 @@ def same_disk(folder: Path) -> bool:
     from huggingface_hub.constants import HF_HUB_CACHE
 
     return disk_of(folder) == disk_of(Path(HF_HUB_CACHE))
-
-
-def _fetch(name: str, repository: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        found = snapshot_download(repository, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
-    # The library lets through the errors of its HTTP client, another one in every major version, and, where a proxy
-    # answers something else than the hub would, whatever its own code trips over.
-    except Exception as error:
-        raise ModelNotFound(
-            f"{name!r} is not a local folder, and could not be downloaded from the hub: {hub_reason(error)}"
-        ) from None
-    return Path(found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ def write_resident(
     with writer.resident([spec for name, spec in specs.items() if name not in linked]) as file:
         for name, tensor in tensors.items():
             if name not in linked:
-                file.write(name, _view(tensor))
+                file.write(name, 0, _view(tensor))
         file.link(linked)
 
 

@@ -212,12 +212,8 @@ class Marks:
         self._start, self._stop = free
         self._names: set[str] = set()
         begins = accumulate(map(len, texts), initial=0)
-        self._texts = [self._marked(text, begin, spans) for text, begin in zip(texts, begins, strict=False)]
-
-    @property
-    def texts(self) -> list[str]:
-        """The texts with their marks."""
-        return self._texts
+        # The texts with their marks.
+        self.texts = [self._marked(text, begin, spans) for text, begin in zip(texts, begins, strict=False)]
 
     def pieces(self, text: str) -> Iterator[Piece]:
         """`text`, which a template made of the marked texts, cut at the marks and without them."""

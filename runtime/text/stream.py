@@ -12,7 +12,7 @@ import codecs
 import json
 import re
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -44,6 +44,7 @@ class ByteLevel:
         self._data: dict[int, bytes] = {}
 
     def data(self, token_id: int) -> bytes:
+        """The bytes of a token in the middle of a text; none for an id outside the vocabulary."""
         data = self._data.get(token_id)
         if data is None:
             data = self._data[token_id] = self._spelled(token_id)
@@ -64,6 +65,7 @@ class ByteLevel:
 class ByteLevelDetokenizer:
     """Bytes in, characters out; a character settles with its last byte."""
 
+    # Whole characters after the settled text, which invalid bytes yet to come could take back.
     open = ""
 
     def __init__(self, decoding: ByteLevel) -> None:
@@ -72,10 +74,12 @@ class ByteLevelDetokenizer:
 
     @property
     def rest(self) -> str:
+        """The text after the settled text if no token follows."""
         pending, _ = self._utf8.getstate()
         return pending.decode(errors="replace")
 
     def push(self, token_id: int) -> str:
+        """The text this token settles, which no later token can change."""
         if token_id in self._decoding.vocabulary.special_ids:
             return ""
         return self._utf8.decode(self._decoding.data(token_id))
@@ -193,31 +197,10 @@ _TOKENWISE = re.compile(r"Metaspace|(Replace ?)*(ByteFallback ?)?(Fuse( Strip)?)
 _NO_STRIP: dict[str, Any] = {"type": "Strip", "content": "", "start": 0, "stop": 0}
 
 
-class Detokenizer(Protocol):
-    """The text of one sequence, growing token by token."""
-
-    @property
-    def open(self) -> str:
-        """Whole characters after the settled text, which invalid bytes yet to come could take back."""
-
-    @property
-    def rest(self) -> str:
-        """The text after the settled text if no token follows."""
-
-    def push(self, token_id: int) -> str:
-        """The text this token settles, which no later token can change."""
-
-
-class Decoding(Protocol):
-    """How one tokenizer's tokens become text."""
-
-    vocabulary: Vocabulary
-
-    def data(self, token_id: int) -> bytes:
-        """The bytes of a token in the middle of a text; none for an id outside the vocabulary."""
-
-    def detokenizer(self) -> Detokenizer:
-        """A detokenizer at the beginning of a text."""
+# The text of one sequence, growing token by token.
+Detokenizer = ByteLevelDetokenizer | ByteFallbackDetokenizer
+# How one tokenizer's tokens become text.
+Decoding = ByteLevel | ByteFallback
 
 
 def decoding(backend: Tokenizer) -> Decoding:

@@ -17,9 +17,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from itertools import accumulate
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, BinaryIO, Self
 
+from ...offload.closing import Closing
 from ..settings.errors import PromptError, TemplateError
 from .confinement import clean_environment
 from .control_tokens import ControlTokens, Marks, Piece, Span, check_text, output_limit
@@ -122,7 +123,7 @@ _START_LIMIT_S = 60.0
 _COMMAND = (sys.executable, "-P", "-m", "moedge.runtime.text.template_worker")
 
 
-class TemplateRenderer:
+class TemplateRenderer(Closing):
     """Renders messages through one chat template, one conversation at a time, each within `limit_s` of wall time.
 
     The worker starts with the first render and again after each one that had to be killed; starting is not counted.
@@ -167,14 +168,6 @@ class TemplateRenderer:
         child, self._child = self._child, None
         if child is not None:
             child.kill()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _exchange(self, child: Child, frame: bytes) -> dict[str, str]:
         # Without an answer, interrupted ones included, the child is ended: a late reply must not reach another row.

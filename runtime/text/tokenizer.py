@@ -8,11 +8,12 @@ from copy import copy
 from datetime import datetime
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
 from tokenizers import Tokenizer as Backend
 
+from ...offload.closing import Closing
 from ..settings.errors import PromptError, TokenizerError
 from ..settings.settings import ENCODED_NBYTES, TEXT_NBYTES_PER_TOKEN
 from .chat_stream import ChatStream, Harmony, StreamOptions, find_format, open_stream
@@ -33,7 +34,7 @@ class TokenText(NamedTuple):
     data: bytes
 
 
-class Tokenizer:
+class Tokenizer(Closing):
     """Encodes prompts and decodes answers; one thread at a time. Close it to end its template's process."""
 
     def __init__(self, folder: TokenizerFolder, now: datetime) -> None:
@@ -173,14 +174,6 @@ class Tokenizer:
         """Ends the template's process; the tokenizer stays usable."""
         if self._chat is not None:
             self._chat.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class Encoder:

@@ -6,9 +6,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from math import sqrt
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -16,8 +17,6 @@ from transformers import PreTrainedModel
 
 from ...offload.checkpoint.checkpoint import Checkpoint
 from ...offload.errors import BadCheckpoint
-from ...offload.store.manifest import HEAD_FILE, layer_file
-from ...offload.store.writer import LayerFile, StoreWriter
 from ...offload.stream.stream import HEAD, ShardKey
 from ...quant.formats.format import FormatError, Layout, row_chunks
 from ...quant.matmul.matmul import ParallelMatmul
@@ -36,11 +35,18 @@ from ..shape.read import EXPERTS, group_of
 from ..shape.shards import ITEM_NBYTES, LayerShards, ModelShards, ShardLayout, ShardMatrix, resident_nbytes
 from .memory import WeightMemory
 
+if TYPE_CHECKING:
+    from .linking import StoreLayerSink, StoreSink
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryLayerSink:
+    """Takes one layer's shards in memory: each context gives uint8 bytes to fill and keeps them if it ends without an
+    error. It finds no experts itself: all are packed."""
+
     memory: WeightMemory
     index: int
+    find: None = None
 
     def dense(self) -> AbstractContextManager[torch.Tensor]:
         return self.memory.fill(ShardKey(self.index))
@@ -50,7 +56,7 @@ class MemoryLayerSink:
 
 
 class MemorySink:
-    """A ShardSink that fills memory, for plans that leave nothing on disk."""
+    """Takes packed shards, layer by layer, experts in order, in memory: for plans that leave nothing on disk."""
 
     def __init__(self, memory: WeightMemory) -> None:
         self._memory = memory
@@ -64,49 +70,6 @@ class MemorySink:
 
     def head(self, nbytes: int) -> AbstractContextManager[torch.Tensor]:
         return self._memory.fill(HEAD)
-
-
-class StoreLayerSink:
-    """A LayerSink that writes one file of a store; all experts are packed in the same buffer."""
-
-    def __init__(self, file: LayerFile, shards: LayerShards) -> None:
-        self._file = file
-        self._dense_nbytes = shards.dense.nbytes
-        self._expert = torch.empty(shards.expert.nbytes if shards.expert else 0, dtype=torch.uint8)
-
-    @contextmanager
-    def dense(self) -> Iterator[torch.Tensor]:
-        shard = torch.empty(self._dense_nbytes, dtype=torch.uint8)
-        yield shard
-        self._file.write_dense(shard.numpy().data)
-
-    @contextmanager
-    def expert(self, index: int) -> Iterator[torch.Tensor]:
-        yield self._expert
-        self._file.write_expert(index, self._expert.numpy().data)
-
-
-class StoreSink:
-    """A ShardSink that writes a store; one shard is in memory at a time."""
-
-    def __init__(self, writer: StoreWriter) -> None:
-        self._writer = writer
-
-    def has_layer(self, index: int) -> bool:
-        return self._writer.has(layer_file(index))
-
-    @contextmanager
-    def layer(self, index: int, shards: LayerShards) -> Iterator[StoreLayerSink]:
-        expert_nbytes = shards.expert.nbytes if shards.expert else 0
-        with self._writer.layer(index, shards.dense.nbytes, shards.num_experts, expert_nbytes) as file:
-            yield StoreLayerSink(file, shards)
-
-    @contextmanager
-    def head(self, nbytes: int) -> Iterator[torch.Tensor]:
-        shard = torch.empty(nbytes, dtype=torch.uint8)
-        yield shard
-        if not self._writer.has(HEAD_FILE):
-            self._writer.write_head(shard.numpy().data)
 
 
 # A larger window is not faster.
@@ -226,31 +189,6 @@ def _kept(layout: ShardLayout) -> dict[str, Layout]:
     return {matrix.name: matrix.layout for matrix in layout.matrices if matrix.kept}
 
 
-class LayerSink(Protocol):
-    """Takes one layer's shards: each context gives uint8 bytes to fill and keeps them if it ends without an error."""
-
-    def dense(self) -> AbstractContextManager[torch.Tensor]: ...
-
-    def expert(self, index: int) -> AbstractContextManager[torch.Tensor]: ...
-
-
-@runtime_checkable
-class ExpertFinder(LayerSink, Protocol):
-    """A LayerSink for which experts between the first and the last need not be packed where it finds them itself."""
-
-    def finds(self, experts: range, compute: ParallelMatmul) -> bool: ...
-
-
-class ShardSink(Protocol):
-    """Takes packed shards, layer by layer, experts in order; `has_layer` ones are complete from an earlier run."""
-
-    def has_layer(self, index: int) -> bool: ...
-
-    def layer(self, index: int, shards: LayerShards) -> AbstractContextManager[LayerSink]: ...
-
-    def head(self, nbytes: int) -> AbstractContextManager[torch.Tensor]: ...
-
-
 class Preparation:
     """Packs a checkpoint; afterwards the model has its resident parameters, and packed modules without bytes."""
 
@@ -278,7 +216,7 @@ class Preparation:
     def run(
         self,
         shards: ModelShards,
-        sink: ShardSink,
+        sink: MemorySink | StoreSink,
         advance: Advance = lambda nbytes: None,
         *,
         head_first: bool = False,
@@ -313,7 +251,7 @@ class Preparation:
         if not self._checkpoint.unchanged():
             raise BadCheckpoint(f"{self._checkpoint.folder}: a weight file changed while it was read; start again")
 
-    def _run_rest(self, shards: ModelShards, sink: ShardSink, advance: Advance) -> None:
+    def _run_rest(self, shards: ModelShards, sink: MemorySink | StoreSink, advance: Advance) -> None:
         """Loads what is outside of layers, and packs the head."""
         self._loader.load_rest()
         refuse_nonfinite(self._model)
@@ -321,35 +259,31 @@ class Preparation:
             self._pack_head(shards.head, sink)
             advance(shards.head.nbytes)
 
-    def _pack_experts(self, index: int, assembly: LayerAssembly, sink: LayerSink, advance: Advance) -> None:
+    def _pack_experts(
+        self, index: int, assembly: LayerAssembly, sink: MemoryLayerSink | StoreLayerSink, advance: Advance
+    ) -> None:
         layout, count = assembly.shards.expert, assembly.shards.num_experts
         if layout is None:
             return
         numel = sum(rows * cols for rows, cols in (matrix.layout.shape for matrix in layout.matrices))
         window = max(1, self._window_nbytes // (numel * self._model.dtype.itemsize))
-        finder = sink if isinstance(sink, ExpertFinder) else None
-        for experts in _windows(count, window, finder is not None):
-            if finder and finder.finds(experts, self._compute):
+        measure = partial(self._measure, group=EXPERTS)
+        for experts in _windows(count, window, sink.find is not None):
+            if sink.find is not None and sink.find(experts, self._compute):
                 advance(layout.nbytes * len(experts))
                 continue
             up, down = self._loader.load_experts(index, assembly.experts, assembly.up_name, experts, _kept(layout))
             for expert in experts:
                 weights = [up[expert - experts.start], down[expert - experts.start]]
                 with sink.expert(expert) as shard:
-                    pack_shard(
-                        f"layer {index} expert {expert}", layout, weights, shard, self._compute, self._measure_expert
-                    )
+                    pack_shard(f"layer {index} expert {expert}", layout, weights, shard, self._compute, measure)
                 advance(layout.nbytes)
 
-    def _measure_expert(self, matrix: ShardMatrix, weight: torch.Tensor, packed: PackedTensor) -> None:
+    def _measure(self, matrix: ShardMatrix, weight: torch.Tensor, packed: PackedTensor, group: str = "") -> None:
         if self._quantized and matrix.layout.format != "none":
-            self.loss.add(EXPERTS, weight, packed)
+            self.loss.add(group or group_of(matrix.name), weight, packed)
 
-    def _measure(self, matrix: ShardMatrix, weight: torch.Tensor, packed: PackedTensor) -> None:
-        if self._quantized and matrix.layout.format != "none":
-            self.loss.add(group_of(matrix.name), weight, packed)
-
-    def _pack_head(self, layout: ShardLayout, sink: ShardSink) -> None:
+    def _pack_head(self, layout: ShardLayout, sink: MemorySink | StoreSink) -> None:
         head = self._model.get_output_embeddings()
         with sink.head(layout.nbytes) as shard:
             pack_shard("output", layout, [head.weight], shard, self._compute)

@@ -6,16 +6,15 @@ advisory: without them, or if they cannot be read, a job starts from zero and ge
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
@@ -25,7 +24,7 @@ from ...moe.expert_cache import ExpertSlots, Popular, StreamedExperts, Streaming
 from ...moe.routing_stats import RoutingStats
 from ...moe.streaming_mode import DEFAULTS, ExpertOptions, ModeChoice, RouterLatency
 from ...moe.streaming_order import ExpertFetchQueue, Forecast, StreamingOrder
-from ...offload.atomic_file import TEMPORARY_SUFFIX, write_atomically
+from ...offload.atomic_file import own_name, write_atomically
 from ...offload.device import Device, HostMemory, Pinned
 from ...offload.store.shard_file import ShardExtent
 from ...offload.store.store import Store
@@ -80,36 +79,12 @@ def kept(store: Path, wanted: Mapping[str, tuple[int, ...]]) -> Profile:
     return tensors if version == VERSION and sound and shapes == dict(wanted) else {}
 
 
-def merge(store: Path, observed: Profile) -> None:
-    """Adds the counts that a job `observed` to those of the store, under a lock: jobs may end at the same time.
+def keep(store: Path, counts: Profile) -> None:
+    """Replaces the counts of a store; of jobs that ran at the same time, the last one's stay.
 
     Raises OSError where the store cannot be written to.
     """
-    with _locked(store):
-        before = kept(store, {name: tuple(tensor.shape) for name, tensor in observed.items()})
-        merged = {name: tensor + _decayed(before, name) for name, tensor in observed.items()}
-        with suppress(FileNotFoundError):
-            # A process that was killed here left it; with the lock held, no other one uses it.
-            os.unlink(store / f".{FILE}{TEMPORARY_SUFFIX}")
-        write_atomically(store / FILE, save(merged, {"version": VERSION}))
-
-
-def _decayed(before: Profile, name: str) -> torch.Tensor | float:
-    if name not in before:
-        return 0.0
-    tokens = float(before[f"{name.rsplit('.', 1)[0]}.tokens"])
-    return before[name] * min(1.0, MAX_TOKENS / max(tokens, 1.0))
-
-
-@contextmanager
-def _locked(store: Path) -> Iterator[None]:
-    """Locks the folder itself: the store's own lock is shared by all its users."""
-    descriptor = os.open(store, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+    write_atomically(store / FILE, save(counts, {"version": VERSION}), own_name(store / FILE))
 
 
 class Lanes:
@@ -189,7 +164,7 @@ class Lanes:
         if not rest:
             return direct
         ring, pinned = pins.rings[kind]
-        host = ShardStream(self._readers(rest, ring), Ring(ring.nbytes), ring.bytes)
+        host: ShardStream[Any] = ShardStream(self._readers(rest, ring), Ring(ring.nbytes), ring.bytes)
         staging = CudaLane(pins.device.cuda, ring.bytes, pinned, memory)
         return StagedLane(host, staging, direct, pins.is_direct)
 
@@ -289,11 +264,6 @@ class ModelExperts:
         """The number of experts of all layers that are held where they compute."""
         return sum(key in self._memory.held for key in self._memory.experts)
 
-    @property
-    def observed(self) -> Profile:
-        """The counts that this job adds to the profile."""
-        return {name: counts - self._profile.get(name, 0.0) for name, counts in self._counts().items()}
-
     def start_counting(self) -> None:
         """Passes so far do not belong to the job: a rehearsal ran them with made-up rows."""
         self._start_from_profile()
@@ -301,7 +271,9 @@ class ModelExperts:
         if self.cache is not None:
             self.cache.start_counting()
 
-    def _counts(self) -> Profile:
+    @property
+    def counts(self) -> Profile:
+        """What earlier jobs counted, and this one: the profile of the next job."""
         found: Profile = {}
         for layer, stats in self.stats.popularity.layers.items():
             found[f"layers.{layer}.chosen"] = torch.from_numpy(stats.chosen.copy())
@@ -310,9 +282,10 @@ class ModelExperts:
 
     def _start_from_profile(self) -> None:
         for layer, stats in self.stats.popularity.layers.items():
-            chosen = self._profile.get(f"layers.{layer}.chosen")
-            stats.chosen[:] = 0.0 if chosen is None else chosen.numpy()
-            stats.tokens = 0.0 if chosen is None else float(self._profile[f"layers.{layer}.tokens"])
+            tokens = float(self._profile.get(f"layers.{layer}.tokens", 0.0))
+            faded = min(1.0, MAX_TOKENS / max(tokens, 1.0))
+            stats.chosen[:] = np.asarray(self._profile.get(f"layers.{layer}.chosen", 0.0)) * faded
+            stats.tokens = tokens * faded
 
     def _source(self, index: int, count: int) -> HeldExperts | StreamedExperts:
         if self.cache is not None:
@@ -361,7 +334,7 @@ class StreamedWeights:
         store: Store | None,
         options: ExpertOptions = DEFAULTS,
     ) -> None:
-        self._memory = memory
+        self.memory = memory
         self._layers = layers
         self._store = store
         self._lanes = Lanes(memory, plan, store)
@@ -379,11 +352,7 @@ class StreamedWeights:
 
     @property
     def head_shard(self) -> torch.Tensor | None:
-        return self._memory.shard(HEAD) if HEAD in self._memory.held else None
-
-    @property
-    def memory(self) -> WeightMemory:
-        return self._memory
+        return self.memory.shard(HEAD) if HEAD in self.memory.held else None
 
     @property
     def ring_nbytes(self) -> int:
@@ -405,11 +374,6 @@ class StreamedWeights:
         """Seconds that compute waited in passes so far: for the disk, and for the link to the device."""
         disk, link = self._lanes.seconds_waited
         return disk - self._waited_before[0], link - self._waited_before[1]
-
-    @property
-    def seconds_reading(self) -> float:
-        """Seconds in which the busiest reader had something to read."""
-        return max((reader.seconds_busy for reader in self._lanes.readers), default=0.0)
 
     @property
     def nbytes_moved(self) -> int:
@@ -444,7 +408,7 @@ class StreamedWeights:
         if self._store is not None:
             # Best effort: the store may belong to another user, and the disk may be full.
             with suppress(OSError):
-                merge(self._store.folder, self.experts.observed)
+                keep(self._store.folder, self.experts.counts)
             self._store.close()
 
     def _profile(self) -> Profile | None:
@@ -456,7 +420,7 @@ class StreamedWeights:
 
     def _counts(self) -> tuple[int, int]:
         streams = self._lanes.streams
-        to_device = sum(stream.nbytes_arrived for stream in streams) if self._memory.device else 0
+        to_device = sum(stream.nbytes_arrived for stream in streams) if self.memory.device else 0
         return sum(stream.nbytes_from_files for stream in streams), to_device
 
 

@@ -9,10 +9,12 @@ import torch
 
 from moedge.quant.formats.format import FORMATS, ROWS, get_format
 from moedge.quant.kernels.operands import Gate
-from moedge.quant.kernels.product import GroupedProduct, warm_up_launches
-from moedge.quant.tensor import pack, relayout
+from moedge.quant.kernels.product import GroupedProduct
+from moedge.quant.tensor import pack
 from support.kernels import grouped_cases as cases
 from support.kernels.grouped_cases import Case, Product
+from support.kernels.product_launches import warm_up_launches
+from support.kernels.relayout import relayout
 
 INTERPRETED = os.environ["TRITON_INTERPRET"] != "0"
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -16,7 +16,8 @@ from moedge.quant.matmul import tiled
 from moedge.quant.matmul.matmul import FEW_NUMBERS, GEMV_MAX_ROWS, Matmul, ParallelMatmul, Workspace, kernel_order
 from moedge.quant.matmul.thread_pool import torch_threads
 from moedge.quant.scratch import TILE, scratch_nbytes
-from moedge.quant.tensor import PackedTensor, dtype_name, pack, relayout
+from moedge.quant.tensor import PackedTensor, dtype_name, pack
+from support.kernels.relayout import relayout
 
 pytestmark = pytest.mark.numerics
 

@@ -10,7 +10,8 @@ from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
 
 from moedge.quant.formats import mxfp4
 from moedge.quant.formats.format import FormatError, get_format
-from moedge.quant.tensor import Planes, from_planes, pack, planes_of, unpack_nibbles
+from moedge.quant.tensor import Planes, pack, unpack_nibbles
+from support.kernels.relayout import from_planes, planes_of
 from support.packing_error import relative_error
 
 pytestmark = pytest.mark.numerics

@@ -10,7 +10,8 @@ from moedge.quant.formats.format import FORMATS, INT4PACK, NF4PACK, ROWS, TILES,
 from moedge.quant.matmul import tiled
 from moedge.quant.matmul.matmul import Matmul, Workspace, measure_gemv_max_rows
 from moedge.quant.scratch import scratch_nbytes
-from moedge.quant.tensor import Planes, dtype_name, from_planes, pack, pack_nibbles, planes_of, relayout, unpack_nibbles
+from moedge.quant.tensor import Planes, dtype_name, pack, pack_nibbles, unpack_nibbles
+from support.kernels.relayout import from_planes, planes_of, relayout
 from support.random_planes import defined, random_planes
 
 pytestmark = pytest.mark.numerics

@@ -16,7 +16,8 @@ from moedge.quant.matmul import tiled
 from moedge.quant.matmul.matmul import ALL_ROWS, Matmul, ParallelMatmul, Workspace, kernel_order
 from moedge.quant.native import calls, library
 from moedge.quant.scratch import row_nbytes
-from moedge.quant.tensor import PackedTensor, from_planes, pack, planes_of, relayout
+from moedge.quant.tensor import PackedTensor, pack
+from support.kernels.relayout import from_planes, planes_of, relayout
 from support.native_driver import DRIVERS, SANITIZERS, build_driver, run_driver
 from support.published_widths import ODD_WIDTHS, widths
 from support.random_planes import defined, random_planes

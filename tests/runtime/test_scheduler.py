@@ -234,11 +234,11 @@ def test_an_abort_between_passes_frees_every_block_parked_ones_too() -> None:
     while not any(sequence.table.parked for sequence in engine.scheduler.waiting):
         engine.step()
     cache = engine.scheduler.cache
-    assert any(allocator.num_live for allocator in cache.host.allocators)
+    assert any(tier.allocator.num_live for tier in cache.host.tiers)
     engine.scheduler.abort()
     assert not engine.busy
     assert {group.allocator.num_live for group in cache.groups} == {0}
-    assert {allocator.num_live for allocator in cache.host.allocators} == {0}
+    assert {tier.allocator.num_live for tier in cache.host.tiers} == {0}
     assert run_alike(engine) == [alone([start] * 3, 20) for start in range(6)]
 
 

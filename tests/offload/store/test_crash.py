@@ -137,14 +137,14 @@ def write(folder: Path, salt: bytes = b"new") -> None:
         for index in range(2):
             if not writer.has(layer_file(index)):
                 with writer.layer(index, NBYTES, 2, NBYTES) as layer:
-                    layer.write_dense(shard(salt, index))
+                    layer.write("dense", 0, shard(salt, index))
                     for expert in range(2):
-                        layer.write_expert(expert, shard(salt, 8 * index + expert))
+                        layer.write("experts", expert, shard(salt, 8 * index + expert))
         if not writer.has(HEAD_FILE):
             writer.write_head(shard(salt, 99))
         if not writer.has(RESIDENT_FILE):
             with writer.resident([TensorSpec("norm", "F32", (4,))]) as resident:
-                resident.write("norm", shard(salt, 98)[:16])
+                resident.write("norm", 0, shard(salt, 98)[:16])
         writer.finish({"salt": salt.hex()})
 
 

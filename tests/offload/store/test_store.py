@@ -54,9 +54,9 @@ def write_files(writer: StoreWriter, salt: str = "", num_layers: int = NUM_LAYER
             dense, experts = layer_sizes(index)
             with writer.layer(index, dense, experts, EXPERT) as layer:
                 if dense:
-                    layer.write_dense(content(f"{salt}{index}", dense))
+                    layer.write("dense", 0, content(f"{salt}{index}", dense))
                 for expert in range(experts):
-                    layer.write_expert(expert, content(f"{salt}{index}.{expert}", EXPERT))
+                    layer.write("experts", expert, content(f"{salt}{index}.{expert}", EXPERT))
             written.append(layer_file(index))
     if not writer.has(HEAD_FILE):
         writer.write_head(content(f"{salt}head", HEAD))
@@ -64,7 +64,7 @@ def write_files(writer: StoreWriter, salt: str = "", num_layers: int = NUM_LAYER
     if not writer.has(RESIDENT_FILE):
         with writer.resident(specs()) as resident:
             for spec in specs():
-                resident.write(spec.name, content(f"{salt}{spec.name}", spec.nbytes))
+                resident.write(spec.name, 0, content(f"{salt}{spec.name}", spec.nbytes))
         written.append(RESIDENT_FILE)
     return written
 
@@ -167,8 +167,8 @@ def test_order_and_pieces_do_not_change_the_bytes(order: list[str], random: rand
                     for name in names:
                         data = content(name, TensorSpec(name, *RESIDENT[name]).nbytes)
                         cut = random.randint(0, len(data))
-                        resident.write(name, data[:cut])
-                        resident.write(name, data[cut:])
+                        resident.write(name, 0, data[:cut])
+                        resident.write(name, 0, data[cut:])
                 writer.finish({})
         assert snapshot(one) == snapshot(other)
 
@@ -369,7 +369,7 @@ def test_opening_a_large_store_takes_no_read_of_its_weights(tmp_path: Path, monk
         for index in range(8):
             with writer.layer(index, 0, 64, 4096) as layer:
                 for expert in range(64):
-                    layer.write_expert(expert, memoryview(bytes(4096)))
+                    layer.write("experts", expert, memoryview(bytes(4096)))
         writer.finish({})
     read: list[int] = []
     pread = os.pread

@@ -22,9 +22,9 @@ NBYTES = 4096
 
 def write_layer(writer: StoreWriter, index: int) -> None:
     with writer.layer(index, NBYTES, 2, NBYTES) as layer:
-        layer.write_dense(memoryview(bytes([index]) * NBYTES))
+        layer.write("dense", 0, memoryview(bytes([index]) * NBYTES))
         for expert in range(2):
-            layer.write_expert(expert, memoryview(bytes([index, expert]) * (NBYTES // 2)))
+            layer.write("experts", expert, memoryview(bytes([index, expert]) * (NBYTES // 2)))
 
 
 def write_files(writer: StoreWriter, num_layers: int = 4) -> list[str]:
@@ -66,7 +66,7 @@ def stop_after(folder: Path, num_layers: int) -> None:
         for index in range(num_layers):
             write_layer(writer, index)
         with writer.layer(num_layers, NBYTES, 2, NBYTES) as layer:
-            layer.write_dense(memoryview(bytes([num_layers]) * NBYTES))
+            layer.write("dense", 0, memoryview(bytes([num_layers]) * NBYTES))
             raise KeyboardInterrupt
 
 
@@ -180,9 +180,9 @@ def test_incomplete_and_overfull_shards_are_refused(tmp_path: Path) -> None:
             pytest.raises(ValueError, match=r"experts has 8192 bytes, 4096 were written"),
             writer.layer(0, 0, 2, NBYTES) as layer,
         ):
-            layer.write_expert(1, page)
+            layer.write("experts", 1, page)
         with pytest.raises(ValueError, match="4097 more were given"), writer.layer(0, NBYTES, 0, 0) as layer:
-            layer.write_dense(memoryview(bytes(NBYTES + 1)))
+            layer.write("dense", 0, memoryview(bytes(NBYTES + 1)))
         with pytest.raises(AssertionError, match="multiple of 4096"), writer.layer(0, 100, 0, 0):
             pass
         with pytest.raises(AssertionError, match="multiple of 4096"):
@@ -193,7 +193,7 @@ def test_incomplete_and_overfull_shards_are_refused(tmp_path: Path) -> None:
 def test_a_store_with_a_gap_or_unchecked_files_is_not_finished(tmp_path: Path) -> None:
     with StoreWriter(tmp_path, {}, "") as writer:
         with writer.layer(1, NBYTES, 0, 0) as layer:
-            layer.write_dense(memoryview(bytes(NBYTES)))
+            layer.write("dense", 0, memoryview(bytes(NBYTES)))
         with pytest.raises(ValueError, match=layer_file(0)):
             writer.finish({})
     with StoreWriter(tmp_path, {}, "") as writer, pytest.raises(ValueError, match="call has"):
@@ -205,7 +205,7 @@ def test_wide_elements_come_first_so_that_all_are_aligned(tmp_path: Path) -> Non
     with StoreWriter(tmp_path, {}, "") as writer:
         with writer.resident(specs) as resident:
             for spec in specs:
-                resident.write(spec.name, memoryview(bytes(spec.nbytes)))
+                resident.write(spec.name, 0, memoryview(bytes(spec.nbytes)))
         writer.finish({})
     with Store.open(tmp_path) as store:
         assert list(store.resident) == ["z", "m", "a"]
@@ -255,7 +255,7 @@ def test_pages_are_flushed_and_dropped_while_a_large_file_is_written(
     with StoreWriter(tmp_path, {}, "") as writer, writer.layer(0, 0, 32, NBYTES) as layer:
         calls.clear()
         for expert in range(32):
-            layer.write_expert(expert, memoryview(bytes(NBYTES)))
+            layer.write("experts", expert, memoryview(bytes(NBYTES)))
         assert calls == ["fsync", "drop"] * 4
 
 

@@ -18,7 +18,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moedge.offload.checkpoint.checkpoint import Checkpoint
 from moedge.quant.matmul.matmul import ParallelMatmul, Workspace
-from moedge.runtime.model.defaults import rebuild
 from moedge.runtime.model.definition import LayerAssembly, define, stock_tensor_shapes
 from moedge.runtime.plan.cost_model import CostModel
 from moedge.runtime.plan.placement import Workload
@@ -36,6 +35,7 @@ from moedge.runtime.shape.model_shape import KVGroup, ModelShape, shape_from_jso
 from moedge.runtime.shape.read import is_convolution, model_shape
 from moedge.runtime.shape.shards import all_formats, checkpoint_nbytes, model_shards
 from moedge.runtime.source.model_source import read_headers
+from support.defaults_table import rebuild
 from support.installed_transformers import NEWEST, installed, needs_transformers
 from support.known_shapes import CONFIGS
 from support.quantized_checkpoints import FORMATS, write_quantized

@@ -31,7 +31,7 @@ from moedge.runtime.settings.errors import DoesNotFit
 from moedge.runtime.settings.settings import Budgets, MemoryBudget, Settings
 from moedge.runtime.shape.shards import ShardLayout, model_shards
 from moedge.runtime.source.model_source import ModelSource, open_source
-from moedge.runtime.weights.preparation import WINDOW_NBYTES, Preparation, ShardSink, window_nbytes
+from moedge.runtime.weights.preparation import WINDOW_NBYTES, MemorySink, Preparation, window_nbytes
 
 
 def smallest(source: ModelSource) -> int:
@@ -152,7 +152,7 @@ def test_in_memory_the_head_is_packed_before_the_layers_and_is_there_once(
     done: list[str] = []
     pack_head, install = Preparation._pack_head, LayerAssembly.install
 
-    def packed(self: Preparation, layout: ShardLayout, sink: ShardSink) -> None:
+    def packed(self: Preparation, layout: ShardLayout, sink: MemorySink) -> None:
         pack_head(self, layout, sink)
         done.append(f"head {self._model.get_output_embeddings().weight.device}")
 

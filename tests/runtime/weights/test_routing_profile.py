@@ -1,8 +1,7 @@
-"""What jobs saw of a store's routing is added up beside its weights (`runtime/weights/streaming.py`), and nothing that
-lies there can do harm.
+"""What jobs saw of a store's routing is kept beside its weights (`runtime/weights/streaming.py`), and nothing that lies
+there can do harm.
 """
 
-import threading
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -22,7 +21,7 @@ from moedge.runtime.sampling.params import SamplingParams
 from moedge.runtime.settings.settings import Budgets, MemoryBudget, Settings
 from moedge.runtime.source.model_source import open_source
 from moedge.runtime.weights import streaming
-from moedge.runtime.weights.streaming import FILE, Profile, kept, merge, profile_shapes
+from moedge.runtime.weights.streaming import FILE, Profile, keep, kept, profile_shapes
 
 SHAPES = profile_shapes([0, 4, 4])
 
@@ -37,33 +36,16 @@ def test_layers_without_experts_have_no_counts() -> None:
     }  # fmt: skip
 
 
-def test_jobs_that_end_together_are_all_counted(tmp_path: Path) -> None:
-    threads = [threading.Thread(target=merge, args=(tmp_path, seen(float(index)))) for index in range(20)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert {float(tensor.mean()) for tensor in kept(tmp_path, SHAPES).values()} == {190.0}
+def test_the_job_that_ends_last_is_believed(tmp_path: Path) -> None:
+    for tokens in (3.0, 5.0):
+        keep(tmp_path, seen(tokens))
+    assert {float(tensor.mean()) for tensor in kept(tmp_path, SHAPES).values()} == {5.0}
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
-
-
-def test_old_jobs_fade(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "MAX_TOKENS", 100.0)
-    for _ in range(5):
-        merge(tmp_path, seen(80.0))
-    tokens = float(kept(tmp_path, SHAPES)["layers.1.tokens"])
-    assert tokens == 180.0, "the last job, and at most so much of those before"
-
-
-def test_what_a_killed_process_left_is_no_obstacle(tmp_path: Path) -> None:
-    (tmp_path / f".{FILE}.tmp").write_bytes(b"half of it")
-    merge(tmp_path, seen(3.0))
-    assert float(kept(tmp_path, SHAPES)["layers.1.tokens"]) == 3.0
 
 
 @pytest.mark.parametrize("damage", ["torn", "version", "shape", "negative", "nan"])
 def test_a_profile_that_cannot_be_right_counts_for_nothing(damage: str, tmp_path: Path) -> None:
-    merge(tmp_path, seen(3.0))
+    keep(tmp_path, seen(3.0))
     path, tensors = tmp_path / FILE, seen(3.0)
     if damage == "torn":
         path.write_bytes(path.read_bytes()[:-7])
@@ -73,12 +55,15 @@ def test_a_profile_that_cannot_be_right_counts_for_nothing(damage: str, tmp_path
         wrong = {"shape": torch.ones(5), "negative": -torch.ones(4), "nan": torch.full((4,), float("nan"))}[damage]
         save_file(tensors | {"layers.1.chosen": wrong}, path, {"version": "1"})
     assert kept(tmp_path, SHAPES) == {}
-    merge(tmp_path, seen(2.0))
+    keep(tmp_path, seen(2.0))
     assert float(kept(tmp_path, SHAPES)["layers.1.tokens"]) == 2.0
 
 
 def test_a_job_adds_what_its_rows_chose_and_the_next_one_starts_with_it(
-    checkpoint: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoint: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from moedge.cli.models import show
 
@@ -98,6 +83,11 @@ def test_a_job_adds_what_its_rows_chose_and_the_next_one_starts_with_it(
                 loaded.engine.add(Sequence(list(range(5, 15)), SamplingParams(6, ignore_eos=True)))
                 list(loaded.engine.run())
                 assert popularity.tokens == 15.0 * run
+        monkeypatch.setattr(streaming, "MAX_TOKENS", 10.0)
+        with closing(load_engine(source, plan, store)) as loaded:
+            assert loaded.streamed.experts.stats.popularity.layers[0].tokens == 10.0, "old jobs fade"
+        (store / FILE).unlink()
+        keep(store, {name: counts * 3.0 for name, counts in loaded.streamed.experts.counts.items()})
     show(str(store))
     assert "of 30 tokens" in " ".join(capsys.readouterr().out.split())
     Store.open(store).close()

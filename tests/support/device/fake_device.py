@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from moedge.offload.device import Device
 from moedge.quant.kernels.operands import STEP_NBYTES
-from moedge.quant.kernels.upload import close_rings
+from moedge.quant.kernels.upload import _rings
 from support.device import fake_card as card
 from support.stream import simulator
 
@@ -70,7 +70,7 @@ class FakeDevice(TorchFunctionMode):
             self._interpret = GridExecutor.__call__
             GridExecutor.__call__ = lambda grid, *arguments, **options: self._launch(grid, arguments, options)
         # Its card is its own: so are what is page-locked for it, and its streams.
-        close_rings()
+        _rings.clear()
         self._torch_cuda = {name: getattr(torch.cuda, name) for name in _OF_TORCH_CUDA}
         for name in _OF_TORCH_CUDA:
             setattr(torch.cuda, name, getattr(self.cuda, name))
@@ -79,7 +79,7 @@ class FakeDevice(TorchFunctionMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        close_rings()
+        _rings.clear()
         for name, real in self._torch_cuda.items():
             setattr(torch.cuda, name, real)
         if self.cuda.properties[:2] >= (7, 5):

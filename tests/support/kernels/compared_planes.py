@@ -14,7 +14,8 @@ from moedge.quant.formats.format import INT4PACK, ROWS, TILES, get_format
 from moedge.quant.kv.codec import KeyTransform, decode, encode
 from moedge.quant.kv.format import VECTOR_FORMATS
 from moedge.quant.native import calls
-from moedge.quant.tensor import from_planes, pack
+from moedge.quant.tensor import pack
+from support.kernels.relayout import from_planes
 
 from ..published_widths import HEAD_DIMS, KV_HEADS, widths
 from ..random_planes import random_planes

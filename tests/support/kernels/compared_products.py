@@ -20,7 +20,8 @@ from moedge.quant.formats.format import FORMATS, INTEGER_CODES, NF4PACK, ROWS, T
 from moedge.quant.matmul import tiled
 from moedge.quant.matmul.matmul import ParallelMatmul, Workspace
 from moedge.quant.scratch import row_nbytes, scratch_nbytes
-from moedge.quant.tensor import PackedTensor, Planes, dtype_name, from_planes, pack
+from moedge.quant.tensor import PackedTensor, Planes, dtype_name, pack
+from support.kernels.relayout import from_planes
 
 from ..published_widths import VOCABULARIES, widths
 from ..random_planes import defined, random_planes

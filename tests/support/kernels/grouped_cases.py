@@ -10,7 +10,8 @@ import torch
 from moedge.quant.formats.format import ROWS, get_format
 from moedge.quant.kernels.operands import ACTIVATIONS, Gate
 from moedge.quant.kernels.product import GroupedProduct, Launch
-from moedge.quant.tensor import PackedTensor, dtype_name, fill, pack_into, planes_of
+from moedge.quant.tensor import PackedTensor, dtype_name, fill, pack_into
+from support.kernels.relayout import planes_of
 from support.random_planes import defined, random_planes
 
 FORMATS = ("none", "int8", "nf4", "mxfp4")

@@ -20,11 +20,12 @@ from matrix.compiling.facts import OtherGpu, specialization
 from moedge.quant.formats.format import get_format
 from moedge.quant.kernels.gpu import Gpu
 from moedge.quant.kernels.operands import Gate
-from moedge.quant.kernels.product import GroupedProduct, Launch, warm_up_launches
+from moedge.quant.kernels.product import GroupedProduct, Launch
 from moedge.quant.tensor import PackedTensor
 from moedge.runtime.attention.triton_backend import TritonAttention
 from moedge.runtime.engine.sequence import pack
 from support.kernels import attention_setup
+from support.kernels.product_launches import warm_up_launches
 
 # Heads, KV format, features, compute capability, whether tiled. Strides of heads of 72 are no multiples of 16.
 JOBS = (

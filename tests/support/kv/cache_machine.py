@@ -183,7 +183,7 @@ class CacheMachine(RuleBasedStateMachine):
         for index, group in enumerate(self.cache.groups):
             _check_allocator(group.allocator, [text.table.blocks[index] for text in self.running])
         assert self.cache.host is not None
-        for index, allocator in enumerate(self.cache.host.allocators):
+        for index, allocator in enumerate(tier.allocator for tier in self.cache.host.tiers):
             _check_allocator(allocator, [text.table.parked[index] for text in self.waiting if text.table.parked])
 
     @invariant()

@@ -1,6 +1,6 @@
 """Generates `runtime/shape/defaults.json`: what only transformers' config classes know, for code without torch.
 
-Run it as `python -m moedge.runtime.model.defaults`; a test rebuilds the table and compares.
+Run it as `make tables`; a test rebuilds the table and compares.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..shape.config_fields import LAYER_KINDS
-from ..shape.families import SUPPORTED
+from moedge.runtime import shape
+from moedge.runtime.shape.config_fields import LAYER_KINDS
+from moedge.runtime.shape.families import SUPPORTED
 
 # The fields of a config that runtime/shape reads.
 _FIELDS = (
@@ -62,7 +63,7 @@ _TRANSPOSED = {"aria_text", "gpt_oss", "llama4_text"}
 
 
 def main() -> None:
-    path = Path(__file__).parent.parent / "shape" / "defaults.json"
+    path = Path(shape.__path__[0]) / "defaults.json"
     path.write_text(json.dumps(rebuild(), indent=1, sort_keys=True) + "\n")
 
 
