@@ -17,7 +17,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from .offload.memory import reset_host_peak
-from .runtime.jobs.answer_stream import STDOUT
 from .runtime.jobs.folder import JobFolder
 from .runtime.jobs.journal.state import JobState, read_state
 from .runtime.jobs.request import BatchRequest, identity, pin_settings, request_of
@@ -194,9 +193,8 @@ class BatchProgress(JobObserver):
 
     @contextmanager
     def running(self, running: Running) -> Iterator[None]:
-        eta = running.eta()
-        self._done = eta.done
-        with progress_bar(eta.total, self._wanted, "rows", done=eta.done) as self._advance:
+        self._done = running.session.claim.num_done
+        with progress_bar(running.num_rows, self._wanted, "rows", done=self._done) as self._advance:
             yield
             # The journal confirms the last rows after the last pass.
             self._show(running)
@@ -248,7 +246,7 @@ def batch_request(
 ) -> BatchRequest:
     """The request that a call of `run_batch` makes. Raises BadArgument."""
     check(options, BatchOptions)
-    if str(output) == STDOUT:
+    if str(output) == "-":
         raise BadArgument('output "-" is for the command; give a file')
     return request_of(model, input_file, output, options)
 

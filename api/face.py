@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .batch import BatchProgress, JobObserver, JobSeries, batch_request, first_state
+    from .computing import TorchBuild, dotted, find_torch, settle, unusable_torch
+    from .formatting import clock, duration, escape_controls, formats_line, short_duration
     from .offload.atomic_file import AtomicFile, own_name, write_atomically
     from .offload.budget import GIB, auto_host, gib, parse_size
     from .offload.device import Device, find_device
@@ -77,9 +79,7 @@ if TYPE_CHECKING:
     from .runtime.rows.tables import InputFormat
     from .runtime.sampling.grammar import SchemaError, compile_schema
     from .runtime.settings import errors, option, options
-    from .runtime.settings.computing import TorchBuild, dotted, find_torch, settle, unusable_torch
     from .runtime.settings.errors import counted
-    from .runtime.settings.formatting import clock, duration, escape_controls, formats_line, short_duration
     from .runtime.settings.stages import stage, watching
     from .runtime.source.model_source import ModelSource, open_source
     from .runtime.text.confinement import lacking, shut_in
@@ -141,15 +141,15 @@ _MODULES = {
     "shows_gpu": ".offload.machine.hardware",
     # What computes here: torch and the kernels, tried.
     "QUANT_FORMATS": ".quant.formats.format",
-    "TorchBuild": ".runtime.settings.computing",
+    "TorchBuild": ".computing",
     "bitsandbytes_speed": ".runtime.loading.selftest",
     "cpu_kernels": ".runtime.loading.selftest",
-    "dotted": ".runtime.settings.computing",
-    "find_torch": ".runtime.settings.computing",
+    "dotted": ".computing",
+    "find_torch": ".computing",
     "gpu_kernels": ".runtime.loading.selftest",
     "product_error": ".runtime.loading.selftest",
     "reads_integers": ".runtime.plan.planner",
-    "unusable_torch": ".runtime.settings.computing",
+    "unusable_torch": ".computing",
     # Prepared weights on disk, and how well past runs were predicted.
     "RunRecord": ".runtime.plan.plan_file",
     "default_root": ".offload.store.stores",
@@ -167,12 +167,12 @@ _MODULES = {
     "is_exhausted": ".offload.errors",
     # Words and numbers as the command line writes them.
     "GIB": ".offload.budget",
-    "clock": ".runtime.settings.formatting",
-    "duration": ".runtime.settings.formatting",
-    "escape_controls": ".runtime.settings.formatting",
-    "formats_line": ".runtime.settings.formatting",
+    "clock": ".formatting",
+    "duration": ".formatting",
+    "escape_controls": ".formatting",
+    "formats_line": ".formatting",
     "gib": ".offload.budget",
-    "short_duration": ".runtime.settings.formatting",
+    "short_duration": ".formatting",
     # A model by path or hub name, and the stages of slow work.
     "MAX_STOP": ".runtime.rows.fields",
     "ModelSource": ".runtime.source.model_source",
@@ -240,7 +240,7 @@ _MODULES = {
     "WorkerInfo": ".runtime.jobs.worker",
     "memory_kills": ".runtime.jobs.stop",
     "same_everywhere": ".runtime.jobs.worker",
-    "settle": ".runtime.settings.computing",
+    "settle": ".computing",
     # What a run came to: counters, and summaries that can be merged.
     "Fallback": ".runtime.plan.fallback",
     "FallbackPolicy": ".runtime.plan.fallback",

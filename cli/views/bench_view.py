@@ -7,9 +7,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ...formatting import fit, formats_line, loss_line
 from ...offload.budget import gib
 from ...runtime.evaluation.check import CheckReport
-from ...runtime.settings.formatting import fit, formats_line, loss_line
 
 Point = Mapping[str, Any]
 

@@ -12,18 +12,19 @@ from rich.console import Console
 from rich.table import Table
 
 from ...batch import JobObserver, run_job
+from ...formatting import duration, kernel_lines, loss_line
 from ...offload.budget import gib
 from ...offload.errors import ExitCode
-from ...runtime.jobs.answer_stream import AnswerStream, is_kept
-from ...runtime.jobs.eta import Eta
+from ...runtime.jobs.answer_stream import AnswerStream
 from ...runtime.jobs.request import BatchRequest
 from ...runtime.jobs.session import CANCELLED, Checked, Ended
 from ...runtime.rows.row import ErrorCode
 from ...runtime.settings.errors import counted
-from ...runtime.settings.formatting import duration, kernel_lines, loss_line
 from ...runtime.settings.stages import watching
 from ...runtime.shape.shards import bits_lost
 from ..options.signals import Stopped, StopSignals
+from ..options.stdout import is_kept
+from .eta import Eta, Work
 from .progress import (
     BarProgress,
     BarStages,
@@ -221,7 +222,7 @@ class JobView(JobObserver):
 
     @contextmanager
     def running(self, running: Running) -> Iterator[None]:
-        self._eta = running.eta()
+        self._eta = Eta(Work.of(running))
         try:
             with self._progress(self._eta.total) as self._bar:
                 yield

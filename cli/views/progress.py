@@ -26,11 +26,11 @@ from rich.progress import Progress as RichProgress
 from rich.table import Column, Table
 from rich.text import Text
 
+from ...formatting import clock, duration, fit, short_duration
 from ...offload.budget import gib
-from ...runtime.jobs.eta import Eta
 from ...runtime.settings.errors import counted
-from ...runtime.settings.formatting import clock, duration, fit, short_duration
 from ...runtime.settings.stages import Advance, Stage
+from .eta import Eta
 
 
 class SafeStream:

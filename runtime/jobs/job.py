@@ -31,7 +31,6 @@ from ..text.tokenizer import Tokenizer
 from ..weights.key_offsets import KeyOffsets
 from .answer_stream import AnswerStream, partial_file
 from .encode import JobSize, RowEncoder, TokenSpool, measure
-from .eta import Eta, Work
 from .folder import now_text, seekable
 from .job_plan import as_rehearsed, remember, with_workload
 from .journal.run_log import RunLog
@@ -283,12 +282,12 @@ class Running:
     def __init__(self, loaded: Executor) -> None:
         """The rows are those of the input file that have no answer."""
         self._loaded = loaded
-        self._planned = loaded.planned
+        self.planned = loaded.planned
         self._checked = loaded.planned.measured.checked
         self.session = loaded.planned.session
         self.policy = loaded.policy
         self.stopped_because: str | None = None
-        measured, claim = self._planned.measured, self._checked.claim
+        measured, claim = self.planned.measured, self._checked.claim
         invalid = set(self._checked.preflight.bad_rows).intersection(claim.rows_to_run())
         self._rows = FileRows(
             self.session.journal.state, measured.file, measured.order, _failures(claim, invalid), claim.cut
@@ -299,12 +298,6 @@ class Running:
     @property
     def metrics(self) -> Metrics:
         return self._loaded.metrics
-
-    def eta(self) -> Eta:
-        """The estimate of the remaining time; update it after every pass."""
-        workload, plan, done = self._planned.workload, self._planned.plan, self._checked.claim.num_done
-        prompt, generated = workload.prompt_tokens or 0, workload.generated_tokens or 0
-        return Eta(Work(self.num_rows, done, prompt, generated, plan.tokens_per_pass))
 
     @property
     def num_rows(self) -> int:
@@ -361,7 +354,7 @@ class Running:
         return file
 
     def _beginning(self) -> dict[str, Any]:
-        counts, predicted = self.session.journal.state.counts, self._planned.chosen.prediction
+        counts, predicted = self.session.journal.state.counts, self.planned.chosen.prediction
         return {
             "at": now_text(),
             "rows": self.num_rows,
@@ -369,7 +362,7 @@ class Running:
             "load_s": self._loaded.load_seconds,
             "predicted_tok_s": predicted.generated_tok_s,
             "predicted_s": predicted.seconds,
-            "ram_budget": self._planned.memory.budget.host_nbytes,
+            "ram_budget": self.planned.memory.budget.host_nbytes,
         }
 
     def _sample(self) -> dict[str, Any]:

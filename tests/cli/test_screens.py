@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from moedge import plan_report
+from moedge import computing, plan_report
 from moedge.apps.doctor import examination
 from moedge.apps.doctor.examination import Examination
 from moedge.apps.doctor.host import (
@@ -33,6 +33,7 @@ from moedge.apps.doctor.host import (
 )
 from moedge.cli import check as cli_check
 from moedge.cli.views import jobs_view, progress
+from moedge.computing import TorchBuild
 from moedge.offload.machine.hardware import Driver
 from moedge.offload.machine.profile import PinLimit, save_machine
 from moedge.runtime.evaluation.check import CheckReport
@@ -53,8 +54,6 @@ from moedge.runtime.jobs.summary import (
     TierMemory,
     summarise_rows,
 )
-from moedge.runtime.settings import computing
-from moedge.runtime.settings.computing import TorchBuild
 from moedge.runtime.settings.errors import MemoryGaveOut
 from support import recorded_machine
 from support.jobs import fake_engine

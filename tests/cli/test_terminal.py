@@ -3,7 +3,7 @@ import unicodedata
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moedge.runtime.settings.formatting import escape_controls
+from moedge.formatting import escape_controls
 
 quiet = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from moedge.cli.views.eta import Eta, Work
 from moedge.runtime.engine.engine import Metrics
-from moedge.runtime.jobs.eta import Eta, Work
 
 
 class Machine:

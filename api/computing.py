@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from ...offload.budget import auto_device, parse_size
-from ...offload.machine.hardware import (
+from .offload.budget import auto_device, parse_size
+from .offload.machine.hardware import (
     Driver,
     GpuInfo,
     cpu_text,
@@ -21,7 +21,7 @@ from ...offload.machine.hardware import (
     num_threads,
     shows_gpu,
 )
-from .settings import wants_device, without_device
+from .runtime.settings.settings import wants_device, without_device
 
 
 @dataclass(frozen=True, slots=True)
