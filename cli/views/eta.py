@@ -75,8 +75,6 @@ class Eta:
         now = self._clock()
         since, before = self._mark
         self.done, self.failed = done, failed
-        # Rows that were only expected may be more than that.
-        self.total = max(self.total, done)
         first = self._pass_seconds.value is None
         if metrics.passes == before.passes or (now - since < self._window_s and not first):
             return

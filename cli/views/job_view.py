@@ -30,11 +30,9 @@ from .progress import (
     BarStages,
     EventProgress,
     Events,
-    NoProgress,
-    NoStages,
     PlainProgress,
     PlainStages,
-    ProgressView,
+    Progress,
     SafeStream,
     say,
 )
@@ -163,7 +161,7 @@ class JobView(JobObserver):
         self._style = "none" if quiet or as_json else progress
         self._events = Events(as_json)
         self._signals = StopSignals()
-        self._bar: ProgressView = NoProgress()
+        self._bar = Progress()
         self._eta: Eta | None = None
         self._num_rows = self._said = self._ram_nbytes = 0
 
@@ -297,11 +295,9 @@ class JobView(JobObserver):
             self._events.emit("fallback", what=each.what, before=each.before, after=each.after, cause=each.cause)
         self._said = len(policy.applied)
 
-    def _stages(self) -> BarStages | PlainStages | NoStages:
-        style = self._shown
-        if style == "bar":
-            return BarStages(self._console)
-        return PlainStages(self._console) if style == "plain" else NoStages()
+    def _stages(self) -> BarStages | PlainStages | None:
+        makers = {"bar": BarStages, "plain": PlainStages}
+        return makers[self._shown](self._console) if self._shown in makers else None
 
     @property
     def _shown(self) -> str:
@@ -310,13 +306,12 @@ class JobView(JobObserver):
             return self._style
         return "bar" if self._console.is_terminal else "plain"
 
-    def _progress(self, total: int) -> ProgressView:
-        style = self._shown
+    def _progress(self, total: int) -> Progress:
         if self._events.wanted:
             return EventProgress(self._events)
-        if style == "bar":
+        if self._shown == "bar":
             return BarProgress(self._console, total, self._ram_nbytes)
-        return PlainProgress(self._console, self._ram_nbytes) if style == "plain" else NoProgress()
+        return PlainProgress(self._console, self._ram_nbytes) if self._shown == "plain" else Progress()
 
     def _conclude(self, ended: Ended) -> ExitCode:
         rows, paths = ended.summary.rows, ended.paths

@@ -138,27 +138,23 @@ class Planned:
         source, request = checked.source, checked.request
         if (given := checked.given) is not None:
             given.engine.start_counting()
-            return Loaded(self, given, 0.0, given.longest, self.chosen.prediction)
+            return Loaded(self, given, 0.0, self.chosen.prediction)
         offsets = self.session.key_offsets(source.shape)
         tokenizer, planned = self.measured.tokenizer, (self.memory, self.chosen)
         model = load_model(source, tokenizer, planned, request.budgets, request.experts, offsets)
         checked.resources.callback(model.engine.close)
         plan, shown = model.policy.plan, profile_model(model, self.workload)
         seconds = time.perf_counter() - begun
-        return Loaded(self, model, seconds, plan.kv_tokens, as_rehearsed(self.chosen, plan, shown))
+        return Loaded(self, model, seconds, as_rehearsed(self.chosen, plan, shown))
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The engine of `model` is ready for the first pass.
-
-    Sequences of more than `longest` tokens are refused. `prediction` is what to expect of the rows.
-    """
+    """The engine of `model` is ready for the first pass; `prediction` is what to expect of the rows."""
 
     planned: Planned
     model: LoadedModel
     load_seconds: float
-    longest: int
     prediction: Prediction
 
     @property
@@ -203,11 +199,9 @@ class Loaded:
         return Running(self)
 
     def passes(self, session: JobSession, rows: RowSource) -> Generator[None]:
-        measured = self.planned.measured
-        shape = measured.checked.source.shape
-        encoder = RowEncoder(measured.tokenizer, shape.vocab, shape.context, self.longest, spool=measured.spool)
-        answers = self.planned.answers
-        runner, heap = RowRunner(self.engine.engine, encoder, answers, session.journal, rows), Heap()
+        measured, claim, heap = self.planned.measured, session.claim, Heap()
+        named = claim.model_name, claim.created
+        runner = RowRunner.of(self.model, measured.tokenizer, named, session.journal, rows, measured.spool)
 
         def work() -> int:
             return self.metrics.passes + session.journal.state.counts.rows
@@ -218,10 +212,11 @@ class Loaded:
                 yield
 
     def summary(self, counts: Counts, seconds: Seconds) -> RunSummary:
-        source, chosen = self.planned.measured.checked.source, self.planned.chosen
-        found = summarise(source, chosen, self.engine, counts, seconds, self.policy)
-        found.bytes.written = 0 if self.planned.measured.checked.given else self.model.nbytes_written
-        remember(chosen, source, self.metrics, (self.load_seconds, seconds.generate or 0), self.engine.ledger)
+        checked, chosen = self.planned.measured.checked, self.planned.chosen
+        found = summarise(self.model, chosen, counts, seconds)
+        found.bytes.written = 0 if checked.given else self.model.nbytes_written
+        took = self.load_seconds, seconds.generate or 0
+        remember(chosen, checked.source, self.metrics, took, self.engine.ledger)
         return found
 
 
