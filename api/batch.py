@@ -39,10 +39,6 @@ if TYPE_CHECKING:
 class Cluster(Protocol):
     """Workers elsewhere, which an application starts and which stay loaded from one job to the next."""
 
-    @property
-    def longest(self) -> int | None:
-        """Tokens of the longest sequence that every worker has memory for; None before the first job."""
-
     def plan(self, measured: Measured) -> Planned: ...
 
     def load(self, planned: Planned) -> Executor: ...
@@ -104,6 +100,11 @@ def _load(checked: Checked, observer: JobObserver, resources: ExitStack) -> Exec
         measured = Measured.of(checked)
     observer.measured(measured)
     cluster = None if checked.request.cluster is None else resources.enter_context(cluster_of(measured))
+    return _load_measured(measured, observer, cluster)
+
+
+def _load_measured(measured: Measured, observer: JobObserver, cluster: Cluster | None = None) -> Executor:
+    """On the workers of `cluster`, or on an engine here."""
     planned = measured.plan() if cluster is None else cluster.plan(measured)
     observer.planned(planned)
     loaded: Executor = planned.load() if cluster is None else cluster.load(planned)
@@ -141,7 +142,9 @@ def cluster_of(measured: Measured) -> AbstractContextManager[Cluster]:
 
 def run_loaded(loaded: Executor, observer: JobObserver) -> Ended:
     """All passes of a job whose engine is ready, and its output."""
-    running = loaded.run()
+    from .runtime.jobs.job import Running
+
+    running = Running(loaded)
     with observer.working():
         return running.end(_passes(running, observer))
 
@@ -183,7 +186,7 @@ class BatchProgress(JobObserver):
     def __init__(self, wanted: bool) -> None:
         self._wanted = wanted
         self._interrupt = DeferredInterrupt()
-        self._advance: Callable[[int, Metrics], None] | None = None
+        self._advance: Advance = lambda count, metrics: None
         self._done = 0
 
     @contextmanager
@@ -205,8 +208,7 @@ class BatchProgress(JobObserver):
 
     def _show(self, running: Running) -> None:
         done = running.session.num_confirmed
-        if self._advance is not None:
-            self._advance(done - self._done, running.metrics)
+        self._advance(done - self._done, running.metrics)
         self._done = done
 
 
@@ -340,26 +342,14 @@ class JobSeries:
         measured = Measured.of(replace(checked, given=given))
         observer.measured(measured)
         if checked.request.cluster is not None:
-            return self._load_workers(measured)
+            # The first job starts the workers.
+            self._cluster = self._cluster or self._held.enter_context(cluster_of(measured))
+            return _load_measured(measured, observer, self._cluster)
         if given is not None and not measured.size.longer_than(given.longest):
             return measured.plan().load()
         self._held.close()
         self._model = None
-        planned = replace(measured, checked=checked).plan()
-        observer.planned(planned)
-        loaded = planned.load()
-        observer.loaded(loaded)
-        return loaded
-
-    def _load_workers(self, measured: Measured) -> Executor:
-        """On the workers of the jobs before; the first job starts them."""
-        if self._cluster is None:
-            self._cluster = self._held.enter_context(cluster_of(measured))
-        planned = self._cluster.plan(measured)
-        self._observer.planned(planned)
-        loaded = self._cluster.load(planned)
-        self._observer.loaded(loaded)
-        return loaded
+        return _load_measured(replace(measured, checked=checked), observer)
 
 
 def first_state(first: JobFolder | None) -> JobState | None:

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from .runtime.engine.engine import Engine, Metrics
     from .runtime.jobs.folder import JobFolder, JobLock, is_locked, now_text
     from .runtime.jobs.job import Measured, Planned, Running
-    from .runtime.jobs.journal.run_log import LoggedRun
     from .runtime.jobs.journal.state import Counts, CutChoice, Done, Suspicion
     from .runtime.jobs.lifecycle import OpenModel, refuse_over_budget
     from .runtime.jobs.outputs import OutputPaths, claim_output, file_sha256, is_table, schema_fields, write_table
@@ -87,7 +86,6 @@ _MODULES = {
     "JobLock": ".runtime.jobs.folder",
     "JobPhase": ".runtime.jobs.status",
     "JobStatus": ".runtime.jobs.status",
-    "LoggedRun": ".runtime.jobs.journal.run_log",
     "OutputPaths": ".runtime.jobs.outputs",
     "RoundsJob": ".runtime.jobs.status",
     "WINDOW": ".runtime.jobs.status",
@@ -287,7 +285,6 @@ __all__ = [
     "KeyOffsets",
     "Link",
     "LoadedModel",
-    "LoggedRun",
     "MAX_STOP",
     "Machine",
     "Measured",

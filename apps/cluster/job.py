@@ -28,7 +28,6 @@ from ...face import (
     Row,
     RowFailure,
     RowSource,
-    Running,
     RunSummary,
     Seconds,
     TierLedger,
@@ -92,15 +91,12 @@ class Cluster:
         self._crashes = 0
         self._lacking = False
 
-    @property
-    def longest(self) -> int | None:
-        """Tokens of the longest sequence that every worker has memory for; None before the first job."""
-        return None if self.chosen is None else min(self.chosen.plan.kv_tokens, self.chosen.request.workload.longest)
-
     def plan(self, measured: Measured) -> Planned:
         """The job begins, as `Measured.plan` begins one here. Raises ClusterFailed, JobMismatch."""
         checked, workload = measured.checked, measured.size.shape()
-        if self.chosen is None or workload.longest > (self.longest or 0):
+        if self.chosen is None or workload.longest > min(
+            self.chosen.plan.kv_tokens, self.chosen.request.workload.longest
+        ):
             self.chosen, self._loading = None, False
             for slot in self.workers.slots:
                 slot.loaded = None
@@ -257,9 +253,6 @@ class ClusterJob:
     @property
     def loss(self) -> Mapping[str, float]:
         return self._cluster.loss
-
-    def run(self) -> Running:
-        return Running(self)
 
     def passes(self, session: JobSession, rows: RowSource) -> Generator[None]:
         """Ends when every row of the source has its answer in the journal; a cluster without workers is waited for."""

@@ -173,7 +173,7 @@ class EngineThread:
         """One pass of the job and of all requests beside it."""
         try:
             if job.passes is None:
-                job.running = job.planned.load().run()
+                job.running = Running(job.planned.load())
                 job.passes = job.running.passes()
                 job.watcher.begun(job.running)
             next(job.passes)

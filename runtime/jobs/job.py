@@ -195,9 +195,6 @@ class Loaded:
     def expert_use(self) -> list[list[int]] | None:
         return expert_use(self.engine)
 
-    def run(self) -> Running:
-        return Running(self)
-
     def passes(self, session: JobSession, rows: RowSource) -> Generator[None]:
         measured, claim, heap = self.planned.measured, session.claim, Heap()
         named = claim.model_name, claim.created
@@ -224,21 +221,24 @@ class Executor(Protocol):
     """What computes the rows of a job: the engine of a `Loaded`, or workers elsewhere. Its rates are of all of them."""
 
     @property
-    def planned(self) -> Planned: ...
+    def planned(self) -> Planned:
+        """The state that it was loaded from."""
 
     @property
     def policy(self) -> FallbackPolicy:
         """What memory made of the plan, with every fallback so far."""
 
     @property
-    def load_seconds(self) -> float: ...
+    def load_seconds(self) -> float:
+        """How long loading took."""
 
     @property
     def prediction(self) -> Prediction:
         """What to expect of the rows, as far as it is known after loading."""
 
     @property
-    def metrics(self) -> Metrics: ...
+    def metrics(self) -> Metrics:
+        """The counters of its passes so far."""
 
     @property
     def num_workers(self) -> int | None:
@@ -257,18 +257,18 @@ class Executor(Protocol):
         """What weights lost that were packed again, by group."""
 
     @property
-    def over_budget(self) -> tuple[TierLedger, ...]: ...
+    def over_budget(self) -> tuple[TierLedger, ...]:
+        """Tiers that used more memory than their budgets."""
 
     @property
     def expert_use(self) -> list[list[int]] | None:
         """How many tokens chose each expert, for each layer with experts; None where it is not known."""
 
-    def run(self) -> Running: ...
-
     def passes(self, session: JobSession, rows: RowSource) -> Generator[None]:
         """Computes all rows, and writes their answers into the journal; between two passes its counters are current."""
 
-    def summary(self, counts: Counts, seconds: Seconds) -> RunSummary: ...
+    def summary(self, counts: Counts, seconds: Seconds) -> RunSummary:
+        """The numbers of the run at its end."""
 
 
 class Running:

@@ -19,7 +19,7 @@ from moedge.runtime.jobs import job as states
 from moedge.runtime.jobs import job_plan, lifecycle
 from moedge.runtime.jobs import request as requests
 from moedge.runtime.jobs import session as sessions
-from moedge.runtime.jobs.job import Measured
+from moedge.runtime.jobs.job import Measured, Running
 from moedge.runtime.jobs.request import BatchRequest
 from moedge.runtime.jobs.session import Checked, Ended
 from moedge.runtime.jobs.summary import summarise_rows
@@ -212,7 +212,7 @@ def run(request: BatchRequest) -> Ended:
     with Checked.open(request) as checked:
         if checked.finished:
             return checked.publish()
-        running = Measured.of(checked).plan().load().run()
+        running = Running(Measured.of(checked).plan().load())
         for _ in running.passes():
             pass
         return running.end()
