@@ -29,7 +29,7 @@ from support.real.cases import Case
 from support.real.definition import Stock
 from support.real.measure import Found, measure, perplexity
 from support.real.tables import loss
-from support.real.text import QUESTIONS, WINDOW, WINDOWS, prose, same_answers
+from support.real.text import FEW, WINDOW, WINDOWS, prose, same_answers
 
 MODELS: Mapping[str, tuple[str, Callable[[], Path]]] = {
     "original": (smollm2.TITLE, smollm2.smollm2),
@@ -175,7 +175,7 @@ def main() -> None:
     parser.add_argument("table", choices=TABLES)
     parser.add_argument("--model", choices=MODELS, action="append", help="both, if none is named")
     parser.add_argument("--windows", type=int, default=WINDOWS, help=f"of {WINDOW} tokens")
-    parser.add_argument("--questions", type=int, default=len(QUESTIONS))
+    parser.add_argument("--questions", type=int, default=FEW, help="at most 160")
     parser.add_argument("--rows", type=int, default=200, help="JSON answers")
     parser.add_argument("--llama-bin", type=Path, help="where llama-quantize and llama-perplexity lie")
     parser.add_argument("--mixture", type=Path, help="a folder that bench.make_real_mixture wrote")

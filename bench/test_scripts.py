@@ -1,4 +1,4 @@
-"""Every benchmark says what it is for, and bench/toy.py runs all of them."""
+"""Every benchmark says what it is for, and `bench/toy.py` runs all of them."""
 
 import importlib
 import os

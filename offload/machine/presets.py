@@ -40,7 +40,7 @@ _PROMPT_ROWS = 64
 # Decode rates are per operation of attention in which this many query heads share a key (calibration/pass_rates.py).
 SHARED_HEADS = 4
 # Bytes of a weight by format, with its scales; and those that torch moves to multiply by it where no kernel does:
-# unpacked, widened, read (tests/runtime/plan/test_py).
+# unpacked, widened, read (tests/runtime/plan/test_device_costs.py).
 WEIGHT_NBYTES = {"none": 2.0, "int8": 1.0, "int4": 0.63, "nf4": 0.53, "mxfp4": 0.53}
 DENSE_NBYTES = {"none": 2.0, "int8": 5.0, "int4": 12.9, "nf4": 4.6, "mxfp4": 4.6}
 # Latents are attended by torch: an element is unpacked, widened to float32, and read twice.

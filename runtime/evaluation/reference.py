@@ -242,9 +242,9 @@ def compute_reference(
 ) -> Reference:
     """Runs token_ids [S, T] of several sequences, padded at their end, and takes the logits of `rows` [R] of them.
 
-    Weights are the checkpoint's, or what `formats` makes of them. With `local`, which is called for each try, the same
-    Weights are the checkpoint's, or what `formats` makes of them. With `local`, called for each try, the same
-    host memory that the process may have. Raises DoesNotFit, BadCheckpoint, UnsupportedModel.
+    Weights are the checkpoint's, or what `formats` makes of them. With `local`, called for each try, the same pass also
+    computes each layer from an engine's states, and is watched by what it returns. `budget` is the bytes of host memory
+    that the process may have. Raises DoesNotFit, BadCheckpoint, UnsupportedModel.
     """
     why = _refusal(source, budget)
     if not why:

@@ -1,4 +1,6 @@
-"""The package moedge: what importing it loads, what a checker and a wheel see, budgets of a process, and the guide."""
+"""The package moedge (`api/__init__.py`): what importing it loads, what a checker and a wheel see, budgets of a
+process, and the guide (`docs/python.md`).
+"""
 
 import re
 import subprocess

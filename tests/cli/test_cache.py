@@ -1,4 +1,6 @@
-"""What the KV cache does for a job, as its summary tells: prefixes computed once, rows that can never fit."""
+"""What the KV cache (`runtime/kv/cache.py`) does for a job, as its summary tells: prefixes computed once, rows that can
+never fit.
+"""
 
 import json
 from collections.abc import Callable

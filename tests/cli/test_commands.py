@@ -1,4 +1,4 @@
-"""What a person types: every refusal has its code and one sentence, every answer its file."""
+"""What a person types (`cli/`): every refusal has its code and one sentence, every answer its file."""
 
 import io
 import json

@@ -1,4 +1,5 @@
-"""Standing settings: which source counts, that every option has one, and that nothing wrong is passed over in silence.
+"""Standing settings (`cli/options/configured_command.py`): which source counts, that every option has one, and that
+nothing wrong is passed over in silence.
 
 Cases K1, K3 and K4 of the failure table.
 """

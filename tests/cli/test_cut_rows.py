@@ -1,4 +1,6 @@
-"""Rows that were cut on purpose and continued give the tokens of an uncut run, with `--deterministic`."""
+"""Rows that were cut on purpose and continued by `jobs resume --cut` (`runtime/jobs/session.py`) give the tokens of an
+uncut run, with `--deterministic`.
+"""
 
 import json
 import re

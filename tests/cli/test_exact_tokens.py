@@ -1,4 +1,6 @@
-"""The exactness contract, end to end: `moedge batch --deterministic` gives transformers' tokens, in any batch."""
+"""The exactness contract, end to end (`docs/dev/exactness.md`; `runtime/model/`, `runtime/engine/`): `moedge batch
+--deterministic` gives transformers' tokens, in any batch.
+"""
 
 import functools
 import json

@@ -1,4 +1,6 @@
-"""A command whose extra is not installed is refused: exit code 6, and the line that installs it."""
+"""A command whose extra is not installed is refused (`runtime/settings/errors.py`): exit code 6, and the line that
+installs it.
+"""
 
 import json
 import os

@@ -1,5 +1,6 @@
-"""Whole commands whose k-th call to the system fails, for every k: a sentence, a documented exit code, and the same
-command then goes on and loses nothing. `make matrix ARGS=failing_calls` tries every k; here is a sample."""
+"""Whole commands (`cli/`) whose k-th call to the system fails, for every k: a sentence, a documented exit code, and the
+same command then goes on and loses nothing. `make matrix ARGS=failing_calls` tries every k; here is a sample.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What somebody meets who has just installed moedge: no message is untrue, empty or a traceback."""
+"""What somebody meets who has just installed moedge (`cli/main.py`, `cli/models.py`, `Makefile`): no message is untrue,
+empty or a traceback.
+"""
 
 import subprocess
 import tempfile

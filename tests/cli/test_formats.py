@@ -1,4 +1,6 @@
-"""`moedge batch` and `plan` over files that are not JSON lines, and the recipes of docs/batches.md."""
+"""`moedge batch` (`cli/batch.py`) and `plan` (`cli/plan.py`) over files that are not JSON lines, and the recipes of
+`docs/batches.md`.
+"""
 
 import json
 import os

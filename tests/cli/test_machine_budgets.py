@@ -1,4 +1,5 @@
-"""A person who has budgets for a machine: what `doctor`, `plan` and `config init` answer, and plans without weights.
+"""A person who has budgets for a machine: what `doctor`, `plan` and `config init` answer (`cli/plan.py`,
+`cli/config.py`), and plans without weights (`api/plan_report.py`).
 
 The machine is a recorded profile: 8 GiB of GPU memory behind 22 GB/s, 32 GiB of RAM, a disk of 3.1 GB/s.
 """

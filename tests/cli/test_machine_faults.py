@@ -1,4 +1,6 @@
-"""Short memory and odd surroundings: cases M4, M5, M6, K2 and K5 of the failure table (docs/dev/faults.md)."""
+"""Short memory and odd surroundings of a job (`runtime/jobs/lifecycle.py`, `runtime/engine/engine.py`): cases M4, M5,
+M6, K2 and K5 of the failure table (docs/dev/faults.md).
+"""
 
 import itertools
 import json

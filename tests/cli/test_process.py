@@ -1,4 +1,6 @@
-"""What the command line settles before torch is loaded, seen in a process of its own."""
+"""What the command line settles before torch is loaded (`cli/main.py`, `api/computing.py`), seen in a
+process of its own.
+"""
 
 import ctypes
 import os

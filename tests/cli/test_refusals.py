@@ -1,4 +1,6 @@
-"""What is refused is refused before any large library is imported, and the first line comes before that too."""
+"""What is refused is refused before any large library is imported (`cli/`, `api/`), and the first line comes before
+that too.
+"""
 
 import json
 import os

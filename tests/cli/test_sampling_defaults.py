@@ -1,4 +1,6 @@
-"""A model's own sampling is used where nobody says otherwise, is said, and is kept."""
+"""A model's own sampling (`runtime/sampling/model_defaults.py`) is used where nobody says otherwise, is said, and is
+kept.
+"""
 
 import json
 import shutil

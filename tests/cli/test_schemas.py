@@ -1,4 +1,4 @@
-"""Real outputs of commands against the schemas of docs/schemas, and the versions that its page names."""
+"""Real outputs of commands against the schemas of `docs/schemas/`, and the versions that its page names."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,5 @@
-"""What terminals of 40, 80 and 200 columns show: sessions of two people on a recorded machine, as golden files.
+"""What terminals of 40, 80 and 200 columns show (`cli/views/`): sessions of two people on a recorded machine, as golden
+files.
 
 WRITE_GOLDEN=1 writes the files anew. Numbers that a clock gives are fixed; the model's answers are a fake engine's.
 """

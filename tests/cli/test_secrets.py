@@ -1,4 +1,6 @@
-"""Keys and tokens that are in the environment or on the command line stand in no file that a run leaves."""
+"""Keys and tokens that are in the environment or on the command line stand in no file that a run leaves
+(`runtime/jobs/journal/run_log.py`).
+"""
 
 import os
 import subprocess

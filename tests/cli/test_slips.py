@@ -1,4 +1,6 @@
-"""Slips of a person at the command line: refused in a sentence before any work begins, and nothing is overwritten."""
+"""Slips of a person at the command line (`cli/options/`, `cli/views/job_view.py`): refused in a sentence before any
+work begins, and nothing is overwritten.
+"""
 
 import json
 import re

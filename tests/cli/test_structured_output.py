@@ -1,4 +1,6 @@
-"""Rows with a schema through the command line and the demo model: JSON of the schema, or nothing that looks like it."""
+"""Rows with a schema (`runtime/sampling/grammar.py`) through the command line and the demo model: JSON of the schema,
+or nothing that looks like it.
+"""
 
 import json
 from collections.abc import Callable

@@ -1,3 +1,5 @@
+"""Characters that steer a terminal are made visible; ordinary text is unchanged (`api/formatting.py`)."""
+
 import unicodedata
 
 from hypothesis import HealthCheck, given, settings

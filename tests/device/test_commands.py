@@ -1,4 +1,6 @@
-"""`--gpu-mem` from the command line to the run's summary, on the fake device."""
+"""`--gpu-mem` from the command line to the run's summary (`runtime/jobs/job_plan.py`,
+`runtime/loading/machine_memory.py`), on the fake device.
+"""
 
 import json
 import sys

@@ -1,4 +1,6 @@
-"""What is measured of a device for plans: every operation that passes use there, by the kernels that run there."""
+"""What is measured of a device for plans (`runtime/calibration/pass_rates.py`): every operation that passes use there,
+by the kernels that run there.
+"""
 
 from types import ModuleType
 from typing import Any

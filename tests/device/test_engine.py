@@ -1,4 +1,6 @@
-"""The engine on a device gives the processor's tokens, wherever weights lie, and the counters prove what moved."""
+"""The engine on a device gives the processor's tokens, wherever weights lie (`runtime/weights/streaming.py`,
+`offload/stream/cuda_lane.py`), and the counters prove what moved.
+"""
 
 from types import ModuleType
 from typing import Any

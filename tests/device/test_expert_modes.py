@@ -1,4 +1,6 @@
-"""Modes, held shares and tiers never show in the tokens; broken variants do."""
+"""Modes, held shares and tiers (`moe/streaming_mode.py`, `moe/streaming_order.py`, `moe/expert_cache.py`) never show in
+the tokens; broken variants do.
+"""
 
 from types import ModuleType
 from typing import Any

@@ -1,4 +1,6 @@
-"""The fake device refuses and delays what a GPU does: what it lets pass would be no proof."""
+"""The fake device (`tests/support/device/fake_device.py`) refuses and delays what a GPU does: what it lets pass would
+be no proof.
+"""
 
 from collections.abc import Callable
 from types import ModuleType

@@ -1,4 +1,6 @@
-"""What ended jobs on a GPU that the processor never shows: copies over borders, pins that run out, memory elsewhere."""
+"""What ended jobs on a GPU that the processor never shows: copies over borders, pins that run out, memory elsewhere
+(`offload/device.py`, `quant/kernels/upload.py`, `runtime/loading/machine_memory.py`).
+"""
 
 from contextlib import closing
 from types import ModuleType

@@ -1,4 +1,6 @@
-"""The same engine on a real device: wherever weights lie its tokens are the same, and what it takes stays in budget."""
+"""The engine on a real device (`runtime/weights/streaming.py`, `offload/device.py`): wherever weights lie its tokens
+are the same, and what it takes stays in budget.
+"""
 
 from typing import Any
 

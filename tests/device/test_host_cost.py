@@ -1,4 +1,5 @@
-"""What passes cost the host of a device may only go down: its waits, the copies and the kernels that it starts.
+"""What passes cost the host of a device (`runtime/engine/`, `runtime/model/`, `moe/expert.py`) may only go down: its
+waits, the copies and the kernels that it starts.
 
 The figures in host_cost.json are ceilings, of a qwen3_moe of three layers and eight experts in nf4 over keys in int8,
 three prompts: bench/results/gpu.md explains them. They change in one direction, in the commit that lowers them.

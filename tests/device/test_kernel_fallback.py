@@ -1,5 +1,5 @@
-"""Every family of kernels that does not compile or computes wrong numbers falls back to torch, alone and with its
-reason; the job ends with the tokens that it would have had.
+"""Every family of kernels that does not compile or computes wrong numbers (`runtime/loading/selftest.py`) falls back to
+torch, alone and with its reason; the job ends with the tokens that it would have had.
 """
 
 import json

@@ -1,4 +1,6 @@
-"""The engine with Triton's attention and grouped experts gives stock transformers' tokens, wherever weights lie."""
+"""The engine with Triton's attention (`runtime/attention/triton_backend.py`) and grouped experts
+(`quant/kernels/product.py`) gives stock transformers' tokens, wherever weights lie.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace

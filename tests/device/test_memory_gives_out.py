@@ -1,4 +1,5 @@
-"""Memory gives out at a chosen allocation of a device, of a pass or of loading: the job goes on, with the same tokens.
+"""Memory gives out at a chosen allocation of a device, of a pass (`runtime/engine/engine.py`) or of loading
+(`runtime/loading/engine_loader.py`): the job goes on, with the same tokens.
 
 Cases M5 and M6 of the failure table.
 """

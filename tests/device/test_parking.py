@@ -1,4 +1,4 @@
-"""Host memory for parked blocks is page-locked in pieces that no copy crosses, and given back."""
+"""Host memory for parked blocks (`runtime/kv/cache.py`) is pinned in pieces that no copy crosses, and given back."""
 
 from dataclasses import replace
 from types import ModuleType

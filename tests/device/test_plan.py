@@ -1,4 +1,6 @@
-"""Plans for a device: nothing is over a budget, nothing is lost between tiers, and the smallest budgets are tight."""
+"""Plans for a device (`runtime/plan/planner.py`, `runtime/plan/placement.py`): nothing is over a budget, nothing is
+lost between tiers, and the smallest budgets are tight.
+"""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,6 @@
-"""Before the first row, every kernel that a job launches was launched once, in each variant."""
+"""Before the first row, every kernel that a job launches was launched once, in each variant
+(`runtime/loading/rehearsal.py`, `quant/kernels/product.py`).
+"""
 
 from dataclasses import replace
 from itertools import chain, repeat

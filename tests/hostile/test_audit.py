@@ -1,4 +1,6 @@
-"""Loading a checkpoint opens no socket, starts no process, and runs no code that came with it."""
+"""Loading a checkpoint (`runtime/model/loading.py`) opens no socket, starts no process, and runs no code that came with
+it.
+"""
 
 import json
 import subprocess

@@ -1,4 +1,6 @@
-"""Rows that ask for much, at the smallest budget that moedge names: the ceiling holds, watched from outside."""
+"""Rows that ask for much, at the smallest budget that moedge names (`runtime/plan/`): the ceiling holds, watched from
+outside.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A checkpoint that changes while it is prepared gives no model: what was read may be of two different ones."""
+"""A checkpoint that changes while it is prepared (`runtime/weights/preparation.py`, `offload/checkpoint/checkpoint.py`)
+gives no model: what was read may be of two different ones.
+"""
 
 import os
 import shutil

@@ -1,4 +1,6 @@
-"""300 hostile documents in one folder: each is read, or the error of its own row, and nothing is reached."""
+"""300 hostile documents in one folder (`apps/documents/readers/`): each is read, or the error of its own row, and
+nothing is reached.
+"""
 
 import io
 import json

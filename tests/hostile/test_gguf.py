@@ -1,4 +1,6 @@
-"""Spoiled GGUF files are refused in a sentence, in little memory, or load with finite weights."""
+"""Spoiled GGUF files (`offload/checkpoint/gguf_file.py`) are refused in a sentence, in little memory, or load with
+finite weights.
+"""
 
 import random
 import struct

@@ -1,4 +1,6 @@
-"""Fuzzed headers: what is accepted covers the file once and is accepted by the library too; all else is refused."""
+"""Fuzzed headers (`offload/checkpoint/header.py`): what is accepted covers the file once and is accepted by the library
+too; all else is refused.
+"""
 
 import struct
 

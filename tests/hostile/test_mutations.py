@@ -1,4 +1,6 @@
-"""Spoiled checkpoints are refused, harmless ones are read. tests/matrix/hostile.py does the same by the thousand."""
+"""Spoiled checkpoints are refused (`runtime/shape/checkpoint_shape.py`), harmless ones are read.
+tests/matrix/hostile.py does the same by the thousand.
+"""
 
 import logging
 import time

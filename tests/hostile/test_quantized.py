@@ -1,4 +1,6 @@
-"""Spoiled quantized checkpoints of every layout are refused in a sentence; harmless changes are read."""
+"""Spoiled quantized checkpoints of every layout (`runtime/shape/quantization.py`, `runtime/model/dequantize.py`) are
+refused in a sentence; harmless changes are read.
+"""
 
 import logging
 from collections import Counter

@@ -1,5 +1,6 @@
-"""A server is sent what no client should send, over plain sockets: errors in OpenAI's shape, never a 500; then it
-answers as before."""
+"""A server is sent what no client should send, over plain sockets (`apps/serve/gate.py`, `apps/serve/app.py`): errors
+in OpenAI's shape, never a 500; then it answers as before.
+"""
 
 import json
 import os

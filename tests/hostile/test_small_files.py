@@ -1,4 +1,6 @@
-"""Tokenizer files, templates and settings of generation that lead elsewhere, or ask for the machine's memory."""
+"""Tokenizer files, templates and settings of generation (`runtime/text/folder.py`, `runtime/text/tokenizer_trial.py`,
+`runtime/sampling/model_defaults.py`) that lead elsewhere, or ask for the machine's memory.
+"""
 
 import json
 import os

@@ -1,4 +1,6 @@
-"""Templates that loop, grow, reach for the interpreter or are none: refused in a sentence, or a text of no harm."""
+"""Templates that loop, grow, reach for the interpreter or are none (`runtime/text/template.py`,
+`runtime/text/template_worker.py`): refused in a sentence, or a text of no harm.
+"""
 
 import os
 import resource

@@ -1,4 +1,6 @@
-"""Applications stand on the public names of the core: each can be left out, and the rest runs."""
+"""Applications (`apps/`) stand on the public names of the core (`api/face.py`, `cli/face.py`): each can be left out,
+and the rest runs.
+"""
 
 import ast
 import json

@@ -1,4 +1,6 @@
-"""Objects are whole when they are made: no attribute is born outside `__init__`."""
+"""Objects are whole when they are made, in every folder of the product from `quant/` to `api/`: no attribute is born
+outside `__init__`.
+"""
 
 import ast
 from collections.abc import Iterator

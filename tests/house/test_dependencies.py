@@ -1,4 +1,4 @@
-"""Product code imports every dependency that pyproject.toml declares, so that an install brings nothing unused."""
+"""Product code imports every dependency that `pyproject.toml` declares, so that an install brings nothing unused."""
 
 import ast
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""What the docs say of the contracts is what the code does."""
+"""What the pages (`docs/`, `README.md`, `SECURITY.md`) say of the contracts is what the code does."""
 
 import ast
 import dataclasses

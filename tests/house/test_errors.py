@@ -1,4 +1,6 @@
-"""Every exception class of the package is a MoedgeError with an exit code of its own, or never leaves the package."""
+"""Every exception class of the package is a MoedgeError (`offload/errors.py`) with an exit code of its own, or never
+leaves the package.
+"""
 
 import ast
 import builtins

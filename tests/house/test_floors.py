@@ -1,4 +1,6 @@
-"""The house stands: imports run downhill, nothing runs in circles, no file or function outgrows its room."""
+"""The house (`docs/dev/design.md`) stands: imports run downhill, nothing runs in circles, no file or function outgrows
+its room.
+"""
 
 import ast
 import tomllib

@@ -1,4 +1,4 @@
-"""What `make test-isa` makes of a probe: which settings count."""
+"""What `make test-isa` makes of a probe (`tests/matrix/isa.py`): which settings count."""
 
 from types import ModuleType
 

@@ -1,4 +1,6 @@
-"""A memory ceiling binds, and what is said of it is what the kernel counted; so are pages in the page cache."""
+"""A memory ceiling binds (`tests/support/memory_ceiling.py`), and what is said of it is what the kernel counted; so are
+pages in the page cache (`tests/support/page_cache.py`).
+"""
 
 import mmap
 import os

@@ -1,4 +1,4 @@
-"""docs/tables/models.md and families.py say the same."""
+"""`docs/tables/models.md` and `runtime/shape/families.py` say the same."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""docs/tables/options.md is what the declarations of options make of it, and no option is declared anywhere else."""
+"""`docs/tables/options.md` is what the declarations of options (`runtime/settings/options.py`) make of it, and no
+option is declared anywhere else.
+"""
 
 import ast
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""The product stays within its budget of statements: what nobody has to read is what is not there.
+"""The product stays within its budget of statements (`tests/house/statements.toml`): what nobody has to read is what is
+not there.
 
 Counted are `ast.stmt` nodes but docstrings and other bare constants; lines, blanks and comments are no lever.
 """

@@ -1,4 +1,6 @@
-"""Tests share code by one path only, never take any from bench, and long runs continue where they were interrupted."""
+"""Tests share code by one path only (`tests/support/`), never take any from bench, and long runs continue where they
+were interrupted (`tests/matrix/state.py`).
+"""
 
 import ast
 import re

@@ -1,4 +1,6 @@
-"""Grouping, computing and combining experts agrees with its definition, in whichever order experts arrive."""
+"""Grouping, computing and combining experts (`moe/expert.py`) agrees with its definition, in whichever order experts
+arrive.
+"""
 
 import random
 from collections.abc import Iterator

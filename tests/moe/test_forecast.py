@@ -1,4 +1,6 @@
-"""Forecasts find what a router that sees the states of the layer before can find, and say how much that is."""
+"""Forecasts (`moe/streaming_order.py`) find what a router that sees the states of the layer before can find, and say
+how much that is.
+"""
 
 import torch
 

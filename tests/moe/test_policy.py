@@ -1,4 +1,6 @@
-"""Exact hit counts on traces: a scan, a skew that moves, sizes that differ."""
+"""Exact hit counts of the policy that keeps popular experts (`moe/expert_cache.py`) on traces: a scan, a skew that
+moves, sizes that differ.
+"""
 
 import itertools
 import random

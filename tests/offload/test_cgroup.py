@@ -1,4 +1,6 @@
-"""Memory limits are the least over every visible cgroup ancestor: sixteen trees of files, as kernels show them."""
+"""Memory limits (`offload/memory.py`) are the least over every visible cgroup ancestor: sixteen trees of files, as
+kernels show them.
+"""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""An error that was dealt with is raised at nobody."""
+"""An error of CUDA that was dealt with (`offload/errors.py`) is raised at nobody."""
 
 import pytest
 import torch

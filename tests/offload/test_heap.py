@@ -1,4 +1,4 @@
-"""Holes between objects that stay are given back; what a pass uses again is kept.
+"""Holes between objects that stay are given back (`offload/memory.py`); what a pass uses again is kept.
 
 In processes of their own, because how malloc is set up, and what it holds, is one for a whole process.
 """

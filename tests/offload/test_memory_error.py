@@ -1,4 +1,6 @@
-"""Errors of memory are told from others, whoever raises them, and a job gives something up for each."""
+"""Errors of memory are told from others, whoever raises them (`offload/errors.py`), and a job gives something up for
+each (`runtime/engine/engine.py`, `runtime/loading/engine_loader.py`).
+"""
 
 import errno
 import gc

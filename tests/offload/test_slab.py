@@ -1,4 +1,6 @@
-"""Slabs have the size that was asked for; as much of them is pinned as the machine allows, and nothing stays behind."""
+"""Slabs (`offload/device.py`) have the size that was asked for; as much of them is pinned as the machine allows, and
+nothing stays behind.
+"""
 
 import mmap
 from types import ModuleType

@@ -1,4 +1,5 @@
-"""bitsandbytes' own CUDA function for nf4, called as we call it, with a recorder where its native library would be.
+"""bitsandbytes' own CUDA function for nf4, called as we call it (`quant/formats/bitsandbytes_kernels.py`), with a
+recorder where its native library would be.
 
 No GPU is needed: the function is Python that checks its arguments and hands addresses to a C function. It is registered
 for CPU tensors here, so that the call goes through torch's dispatcher, which turns a `torch.Size` into a list.

@@ -1,4 +1,6 @@
-"""How kernels are chosen, measured and judged that are compiled for GPUs which are not there; Triton is not needed."""
+"""How kernels are chosen, measured and judged that are compiled for GPUs which are not there
+(`tests/matrix/compiling/`); Triton is not needed.
+"""
 
 import itertools
 import json

@@ -1,4 +1,6 @@
-"""Gates are recognised by what they compute, with every clamp, and nothing else is taken for one."""
+"""Gates are recognised by what they compute (`quant/kernels/operands.py`), with every clamp, and nothing else is taken
+for one.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The choice of kernels is measured, and is one of which both sides give the same product."""
+"""The choice of kernels (`quant/matmul/matmul.py`) is measured; both that it is between give the same product."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The frame of quantized keys: orthonormal for every head size, and invisible to attention."""
+"""The frame of quantized keys (`quant/kv/codec.py`): orthonormal for every head size, and invisible to attention."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""KV codes: how far decoding is from the vector, what is exact, and what stays not finite."""
+"""KV codes (`quant/kv/codec.py`): how far decoding is from the vector, what is exact, and what stays not finite."""
 
 import pytest
 import torch

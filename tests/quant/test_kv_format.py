@@ -1,4 +1,6 @@
-"""The record of a KV block: sizes of well-known models, planes that do not overlap, and what cannot be held."""
+"""The record of a KV block (`quant/kv/format.py`): sizes of well-known models, planes that do not overlap, and what
+cannot be held.
+"""
 
 import subprocess
 import sys

@@ -1,3 +1,7 @@
+"""Products with packed matrices (`quant/matmul/matmul.py`, `quant/matmul/tiled.py`) agree with float64 over the same
+codes; rounded activations and deterministic rows keep what is promised of them.
+"""
+
 import threading
 from typing import Any
 

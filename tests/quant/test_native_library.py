@@ -1,4 +1,6 @@
-"""The library of CPU kernels: how it is built, loaded and left out, and its kernels under the compiler's sanitizers."""
+"""The library of CPU kernels (`quant/native/library.py`, `quant/native/build.py`): how it is built, loaded and left
+out, and its kernels under the compiler's sanitizers.
+"""
 
 import os
 import shutil

@@ -1,4 +1,6 @@
-"""Every format holds the planes of a checkpoint without rounding, multiplies by them and changes their order."""
+"""Every format holds the planes of a checkpoint without rounding, multiplies by them and changes their order
+(`quant/tensor.py`).
+"""
 
 import pytest
 import torch

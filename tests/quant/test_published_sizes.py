@@ -1,4 +1,6 @@
-"""Kernels in the sizes of published models agree with their definitions; the matrix has all sizes."""
+"""Kernels (`quant/native/`, `quant/kernels/`) in the sizes of published models agree with their definitions; the matrix
+has all sizes.
+"""
 
 import re
 from pathlib import Path

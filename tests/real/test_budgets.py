@@ -1,4 +1,6 @@
-"""The smallest budget gives the answers of an ample one. This dense model streams nothing: its passes get smaller."""
+"""The smallest budget (`runtime/plan/planner.py`) gives the answers of an ample one. This dense model streams nothing:
+its passes get smaller.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Formats, arithmetics, caches, attention and instruction sets on real weights: a pairwise cover."""
+"""Formats (`quant/formats/`), arithmetics, caches (`quant/kv/`), attention (`runtime/attention/`) and instruction sets
+on real weights: a pairwise cover.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,13 @@ from support.real import cases, tables
 from support.real.cases import Case
 from support.real.measure import Found
 from support.real.tables import Definitions
-from support.real.text import FRANCE, same_answers
+from support.real.text import FEW, FRANCE, same_answers
 
 pytestmark = pytest.mark.real
 # How many of 40 answers may begin otherwise than the definition's, beside those that bf16 itself changes.
 SPARE = {"native": 2, "int8": 6, "int8/int4": 14, "int4": 20}
-# Off the grid more answers are nearly as likely as another: of eight formats one had 3 fewer, while all had 5 more.
+# Of 160 answers off the grid: mxfp4, of perplexity 63, has 94 where its definition in bf16 has 104,
+# though its log-probabilities are nearer (0.075, in bf16 0.077). All others are within SPARE.
 CHANCE = 2
 
 # Every format in bf16, and two in float32.
@@ -80,7 +83,7 @@ def test_answers_begin_as_the_definitions_do(name: str, case: Case, found: Found
         return
     in_bf16 = of(case.quant, case.compute, "bf16", "bf16").part(ours)
     reached = same_answers(in_bf16.answers, of(case.quant, case.compute, "bf16", "fp32").part(ours).answers)
-    assert same >= reached - SPARE[case.kv] - CHANCE * (name == "rotated")
+    assert same >= reached - SPARE[case.kv] * max(1, len(ours.answers) // FEW) - CHANCE * (name == "rotated")
 
 
 @pytest.mark.parametrize(

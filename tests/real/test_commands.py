@@ -1,4 +1,4 @@
-"""Each command once on the real model, as a person would type it."""
+"""Each command (`cli/`, `apps/`) once on the real model, as a person would type it."""
 
 from __future__ import annotations
 

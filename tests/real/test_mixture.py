@@ -1,4 +1,6 @@
-"""SmolLM2 cut into experts: with all of them it is the dense model, and moedge computes what transformers does."""
+"""SmolLM2 cut into experts (`bench/make_real_mixture.py`): with all of them it is the dense model, and moedge computes
+what transformers does.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rotated model is the original one, off the 4-bit grid."""
+"""The rotated model (`tests/support/real/rotation.py`) is the original one, off the 4-bit grid."""
 
 from __future__ import annotations
 

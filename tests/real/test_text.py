@@ -1,4 +1,6 @@
-"""Texts to tokens and back, chats, and where answers end, as the model's own vocabulary and template have them."""
+"""Texts to tokens and back, chats, and where answers end (`runtime/text/`), as the model's own vocabulary and template
+have them.
+"""
 
 from __future__ import annotations
 

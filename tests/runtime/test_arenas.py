@@ -1,4 +1,6 @@
-"""What is allocated is what the plan accounts for, to the byte, in every arena of every tier."""
+"""What is allocated (`runtime/loading/engine_loader.py`) is what the plan accounts for
+(`runtime/plan/memory_ledger.py`), to the byte, in every arena of every tier.
+"""
 
 from collections.abc import Callable
 from contextlib import closing

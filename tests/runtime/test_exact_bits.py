@@ -1,4 +1,5 @@
-"""What must not show in a deterministic row's logits shows in none of their bits: threads, neighbours, chunks.
+"""What must not show in a deterministic row's logits (`runtime/model/runner.py`, `quant/matmul/`) shows in none of
+their bits: threads, neighbours, chunks.
 
 Tokens tell little of that: they differ only where two logits are nearly equal.
 """

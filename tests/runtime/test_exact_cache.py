@@ -1,4 +1,5 @@
-"""The cache never shows in the tokens: block size, pool size, neighbours, shared prefixes, preemption, parking, format.
+"""The cache (`runtime/kv/`) never shows in the tokens: block size, pool size, neighbours, shared prefixes, preemption,
+parking, format.
 
 With `--dtype fp32 --deterministic`. Every variant shows by a counter that what it varies happened.
 """

@@ -1,4 +1,6 @@
-"""Nothing shows in the bits of a deterministic row, in any precision: a sample of the trials of `make matrix`."""
+"""Nothing shows in the bits of a deterministic row (`runtime/model/`, `runtime/engine/`), in any precision: a sample of
+the trials of `make matrix`.
+"""
 
 from collections.abc import Callable
 from pathlib import Path

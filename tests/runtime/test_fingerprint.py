@@ -1,4 +1,6 @@
-"""A fingerprint changes with the config, a header, a size or a blob, and with nothing else; it reads no weight."""
+"""A fingerprint (`runtime/source/model_source.py`) changes with the config, a header, a size or a blob, and with
+nothing else; it reads no weight.
+"""
 
 import json
 import shutil

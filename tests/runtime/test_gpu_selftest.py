@@ -1,4 +1,6 @@
-"""Triton kernels beside their definition, for the arithmetic, the heads and the experts of a run."""
+"""Triton kernels beside their definition (`runtime/loading/selftest.py`, `runtime/attention/selftest.py`), for the
+arithmetic, the heads and the experts of a run.
+"""
 
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -1,4 +1,6 @@
-"""Models with latent attention without `--deterministic`: prompts that expand latents, generated tokens that do not."""
+"""Models with latent attention (`runtime/attention/latent.py`) without `--deterministic`: prompts that expand latents,
+generated tokens that do not.
+"""
 
 from collections.abc import Callable
 from contextlib import closing

@@ -1,4 +1,6 @@
-"""Checkpoints of models that also see run for text: tokens are those of the whole model, other parts are not read."""
+"""Checkpoints of models that also see run for text (`runtime/shape/families.py`, `runtime/shape/checkpoint_shape.py`):
+tokens are those of the whole model, other parts are not read.
+"""
 
 import json
 from pathlib import Path

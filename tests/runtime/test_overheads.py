@@ -1,4 +1,6 @@
-"""What passes cost beside their products, recovered from passes whose cost is known."""
+"""What passes cost beside their products (`runtime/calibration/pass_rates.py`), recovered from passes whose cost is
+known.
+"""
 
 from dataclasses import astuple, replace
 from importlib.resources import as_file, files

@@ -1,4 +1,6 @@
-"""Checkpoints with code of their own (`auto_map`): it is never run; transformers' class computes the family."""
+"""Checkpoints with code of their own (`auto_map`): it is never run (`runtime/shape/config.py`); transformers' class
+computes the family.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""moedge finds the demo model's text exactly as likely as transformers does."""
+"""moedge (`runtime/model/`) finds the demo model's text exactly as likely as transformers does."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,6 @@
-"""Models with recurrent layers: however prompts are cut, whoever else is in a pass, tokens are transformers'."""
+"""Models with recurrent layers (`runtime/model/recurrent/`, `runtime/kv/states.py`): however prompts are cut, whoever
+else is in a pass, tokens are transformers'.
+"""
 
 from collections.abc import Callable
 from contextlib import closing

@@ -1,4 +1,6 @@
-"""Kernels are tried in processes of their own: one that crashes falls back, one that passed is not tried again."""
+"""Kernels are tried in processes of their own (`runtime/loading/selftest.py`): one that crashes falls back, one that
+passed is not tried again.
+"""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Nothing grows while rows come and go: case M8 of the failure table."""
+"""Nothing grows while rows come and go (`runtime/engine/`, `runtime/kv/`): case M8 of the failure table."""
 
 from collections.abc import Callable
 from typing import Any

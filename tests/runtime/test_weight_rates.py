@@ -1,4 +1,6 @@
-"""Rates of every format are work over time, from matrices that are in no cache when they come again."""
+"""Rates of every format (`runtime/calibration/pass_rates.py`) are work over time, from matrices that are in no cache
+when they come again.
+"""
 
 from itertools import pairwise
 

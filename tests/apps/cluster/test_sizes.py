@@ -1,4 +1,6 @@
-"""How many workers a cluster gets, with what of each node; and what their numbers add up to."""
+"""How many workers a cluster gets, with what of each node (`apps/cluster/workers.py`), and what their numbers add up to
+(`runtime/jobs/report.py`).
+"""
 
 from typing import Any
 

@@ -1,4 +1,6 @@
-"""What a user is told while no worker of a cluster runs, and that a signal ends the wait; without Ray."""
+"""What a user is told while no worker of a cluster runs, and that a signal ends the wait (`apps/cluster/workers.py`,
+`apps/cluster/job.py`); without Ray.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,6 @@
-"""Native code that has taken a reader over: what it may still do, and what is said where the kernel lets it."""
+"""Native code that has taken over a reader, or a template's process (`runtime/text/confinement.py`): what it may still
+do, and what is said where the kernel lets it.
+"""
 
 import shutil
 import socket

@@ -1,4 +1,6 @@
-"""A job over documents whose k-th call to the system fails, for every k: it ends in a sentence, and goes on."""
+"""A job over documents (`apps/documents/run.py`) whose k-th call to the system fails, for every k: it ends in a
+sentence, and goes on.
+"""
 
 import errno
 from collections.abc import Callable

@@ -1,4 +1,6 @@
-"""What a job over documents holds in memory for each file: a few dozen bytes, and the rest stays on disk."""
+"""What a job over documents holds in memory for each file (`apps/documents/iterate.py`, `apps/documents/rounds.py`): a
+few dozen bytes, and the rest stays on disk.
+"""
 
 import json
 import tracemalloc

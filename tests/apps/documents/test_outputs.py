@@ -1,4 +1,6 @@
-"""Beside the rows of a job over documents: Markdown files, lists merged by a key, an estimate of the folder."""
+"""Beside the rows of a job over documents: Markdown files (`apps/documents/table.py`), lists merged by a key
+(`apps/documents/merging.py`), an estimate of the folder (`apps/documents/expected.py`).
+"""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,6 @@
-"""Questions: fields become schemas, tasks have prompts, and quotes are looked for in the text."""
+"""Questions: tasks have prompts (`apps/documents/question.py`), fields become schemas, and quotes are looked for in the
+text (`apps/documents/schemas.py`).
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Files of every type become text, and everything that can be wrong with one is the error of that file alone."""
+"""Files of every type become text (`apps/documents/iterate.py`, `apps/documents/readers/`), and everything that can be
+wrong with one is the error of that file alone.
+"""
 
 import os
 import stat

@@ -1,4 +1,6 @@
-"""The report of a job: a page that loads nothing, with the figures that the job recorded, and its text escaped."""
+"""The report of a job (`apps/reports/`): a page that loads nothing, with the figures that the job recorded, and its
+text escaped.
+"""
 
 import json
 import re

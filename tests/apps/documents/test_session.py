@@ -1,4 +1,5 @@
-"""The session of a person with a folder of invoices: a sample, the night, a power cut, the table; what scripts get.
+"""The session of a person with a folder of invoices (`apps/documents/`): a sample, the night, a power cut, the table;
+what scripts get.
 
 The machine is a recorded profile with a GPU; the model is a stand-in that writes the fields of the text that it gets.
 """

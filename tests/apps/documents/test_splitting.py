@@ -1,4 +1,6 @@
-"""Chunks cover their text, none is over the limit, and they are cut at the boundaries that the text has."""
+"""Chunks (`apps/documents/document.py`) cover their text, none is over the limit, and they are cut at the boundaries
+that the text has.
+"""
 
 import re
 

@@ -1,4 +1,6 @@
-"""Code for OpenAI's API, run against the server: files, batches, chats, completions, and their errors."""
+"""Code for OpenAI's API, run against the server (`apps/serve/app.py`): files, batches, chats, completions, and their
+errors.
+"""
 
 import json
 import re

@@ -1,4 +1,6 @@
-"""A served batch whose server's k-th call to the system fails: a 5xx in words or a documented end, and no row lost."""
+"""A served batch whose server's k-th call to the system fails (`apps/serve/batches.py`, `apps/serve/files.py`): a 5xx
+in words or a documented end, and no row lost.
+"""
 
 from __future__ import annotations
 

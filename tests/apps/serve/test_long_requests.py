@@ -1,4 +1,6 @@
-"""Requests of megabytes to a server in this process: each is answered 400, in little memory, while others go on."""
+"""Requests of megabytes to a server in this process (`apps/serve/app.py`, `apps/serve/live.py`): each is answered 400,
+in little memory, while others go on.
+"""
 
 import asyncio
 import threading

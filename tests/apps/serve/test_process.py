@@ -1,4 +1,6 @@
-"""The command in a process of its own: clients beside a batch, kills, and stops by signal."""
+"""`moedge serve` in a process of its own (`apps/serve/server.py`, `apps/serve/engine_thread.py`): clients beside a
+batch, kills, and stops by signal.
+"""
 
 import json
 import os

@@ -1,4 +1,6 @@
-"""What a server keeps on disk, without an engine: full disks, records of others, and the bytes of all uploads."""
+"""What a server keeps on disk (`apps/serve/files.py`, `apps/serve/batches.py`), without an engine: full disks, records
+of others, and the bytes of all uploads.
+"""
 
 import asyncio
 import errno

@@ -1,4 +1,4 @@
-"""The collector rests for a while and is then as it was, however the while ends."""
+"""The collector rests for a while and is then as it was, however the while ends (`offload/checkpoint/header.py`)."""
 
 import gc
 

@@ -1,4 +1,6 @@
-"""Names stand once in every object of a file, however it is counted; what else is there does not matter."""
+"""Names stand once in every object of a header (`offload/checkpoint/header.py`), however it is counted; what else is
+there does not matter.
+"""
 
 import json
 from typing import Any

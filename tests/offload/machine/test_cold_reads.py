@@ -1,4 +1,6 @@
-"""Reads of files that were there before: each block once, as the way says, and only where they are large enough."""
+"""Reads of files that were there before (`offload/machine/speeds.py`): each block once, as the way says, and only where
+they are large enough.
+"""
 
 import os
 from pathlib import Path

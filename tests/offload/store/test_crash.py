@@ -1,4 +1,6 @@
-"""Whatever call is the last one: no store opens that is not whole, and the next run ends with the same bytes."""
+"""Whatever call of `offload/store/writer.py` is the last one: no store opens that is not whole, and the next run ends
+with the same bytes.
+"""
 
 import errno
 import os

@@ -1,4 +1,6 @@
-"""The ring's slots: they never overlap, an empty ring always has one, and they are released in order."""
+"""The slots of the ring (`offload/stream/stream.py`): they never overlap, an empty ring always has one, and they are
+released in order.
+"""
 
 from collections import deque
 

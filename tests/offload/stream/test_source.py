@@ -1,4 +1,6 @@
-"""Sources bring exactly the bytes that were asked for, past the page cache if possible, and notice a changed file."""
+"""Sources (`offload/stream/reader_lane.py`) bring exactly the bytes that were asked for, past the page cache if
+possible, and notice a changed file.
+"""
 
 import errno
 import mmap

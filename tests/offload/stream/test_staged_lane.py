@@ -1,4 +1,5 @@
-"""Three tiers at once: pinned shards do not wait for the disk, the others are passed on as they come, errors too.
+"""Three tiers at once (`offload/stream/cuda_lane.py`): pinned shards do not wait for the disk, the others are passed on
+as they come, errors too.
 
 That no order of the machine's own breaks it is test_stream.py's business, with the same simulator.
 """

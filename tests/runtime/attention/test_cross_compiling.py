@@ -1,4 +1,6 @@
-"""Kernels compile for GPUs that are not there, by the rules: one or two launches of each; `make kernels` takes all."""
+"""Kernels (`quant/kernels/`, `runtime/attention/kernels/`) compile for GPUs that are not there, by the rules: one or
+two launches of each; `make kernels` takes all.
+"""
 
 import json
 import shutil

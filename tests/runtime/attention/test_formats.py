@@ -1,4 +1,6 @@
-"""Attention over every KV format agrees with float64 over the same codes, whatever a model asks of it."""
+"""Attention over every KV format (`runtime/attention/torch_backend.py`) agrees with float64 over the same codes,
+whatever a model asks of it.
+"""
 
 from itertools import product
 

@@ -1,4 +1,5 @@
-"""Attention over pages agrees with its definition in float64 over the same codes: every format, kernel and feature.
+"""Attention over pages (`runtime/attention/kernels/paged.py`) agrees with its definition in float64 over the same
+codes: every format, kernel and feature.
 
 tests/matrix/kernels.py does what is done here for every combination.
 """

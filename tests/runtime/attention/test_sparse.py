@@ -1,4 +1,6 @@
-"""Which tokens an indexer chooses, against the definition over whole sequences in float64."""
+"""Which tokens an indexer chooses (`runtime/attention/latent.py`), against the definition over whole sequences in
+float64.
+"""
 
 from dataclasses import replace
 

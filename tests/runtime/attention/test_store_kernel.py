@@ -1,4 +1,6 @@
-"""The store kernel writes the bits that `quant.kv_codec` writes, where it is told to and nowhere else."""
+"""The store kernel (`runtime/attention/kernels/paged.py`) writes the bits that `quant/kv/codec.py` writes, where it is
+told to and nowhere else.
+"""
 
 import os
 

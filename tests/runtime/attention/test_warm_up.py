@@ -1,4 +1,6 @@
-"""Before a job begins every kernel that it can ask for is launched once, and nothing is computed by that."""
+"""Before a job begins every kernel that it can ask for (`runtime/attention/triton_backend.py`) is launched once, and
+nothing is computed by that.
+"""
 
 import json
 import os

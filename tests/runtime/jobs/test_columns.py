@@ -1,4 +1,6 @@
-"""Prompts from columns and templates, messages from prompts, and one schema for all rows."""
+"""Prompts from columns and templates, messages from prompts, and one schema for all rows
+(`runtime/rows/row_formats.py`).
+"""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,6 @@
-"""Case I10 of the failure table: a row that does not fit is an error with its numbers, never cut."""
+"""Case I10 of the failure table: a row that does not fit is an error with its numbers, never cut
+(`runtime/jobs/encode.py`).
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,6 @@
-"""Whatever call is the last one, a job that is started again ends with the same bytes. Cases J2, J3, J6, J7, J16."""
+"""Whatever call is the last one, a job (`runtime/jobs/journal/`, `runtime/jobs/session.py`) that is started again ends
+with the same bytes. Cases J2, J3, J6, J7, J16.
+"""
 
 import errno
 import os

@@ -1,4 +1,6 @@
-"""Rows that max_tokens cut: counted, kept with their tokens, and continued as if they had never been cut."""
+"""Rows that max_tokens cut: counted, kept with their tokens (`runtime/jobs/journal/state.py`), and continued as if they
+had never been cut (`runtime/jobs/session.py`).
+"""
 
 import json
 import os

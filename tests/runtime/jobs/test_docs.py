@@ -1,4 +1,6 @@
-"""docs/batches.md, after its recipes, says what the code does: the same fields, values, codes, and examples."""
+"""`docs/batches.md`, after its recipes, says what the code (`runtime/rows/`) does: the same fields, values, codes, and
+examples.
+"""
 
 import json
 import re

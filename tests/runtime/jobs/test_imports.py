@@ -1,4 +1,4 @@
-"""Reading rows starts at once: none of the heavy packages is imported for it."""
+"""Reading rows (`runtime/rows/`) starts at once: none of the heavy packages is imported for it."""
 
 import subprocess
 import sys

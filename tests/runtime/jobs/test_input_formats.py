@@ -1,4 +1,6 @@
-"""The same rows in any format give the same answers; what is no such file is refused in words, in bounded memory."""
+"""The same rows in any format give the same answers; what is no such file is refused in words, in bounded memory
+(`runtime/rows/tables.py`).
+"""
 
 import csv
 import gzip

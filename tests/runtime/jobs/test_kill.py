@@ -1,4 +1,6 @@
-"""Kills at random instants, briefly; matrix/kills.py is the long version. Cases J1 and J16 of the failure table."""
+"""Kills of a job (`runtime/jobs/`) at random instants, briefly; matrix/kills.py is the long version. Cases J1 and J16
+of the failure table.
+"""
 
 import os
 from collections.abc import Callable

@@ -1,4 +1,6 @@
-"""A job that is resumed is the job that was started: cases I12, J8, J9, J10, J13, J14 of the failure table."""
+"""A job that is resumed is the job that was started (`runtime/jobs/session.py`): cases I12, J8, J9, J10, J13, J14 of
+the failure table.
+"""
 
 import ctypes
 import errno

@@ -1,4 +1,4 @@
-"""Cases I7 and I8 of the failure table: where lines end, and how long they may be."""
+"""Cases I7 and I8 of the failure table: where lines end, and how long they may be (`runtime/rows/reader.py`)."""
 
 import io
 import tracemalloc

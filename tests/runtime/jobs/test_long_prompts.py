@@ -1,4 +1,6 @@
-"""A prompt of megabytes costs neither its bytes in memory nor the job: it is one error row, and one refused request."""
+"""A prompt of megabytes costs neither its bytes in memory nor the job: it is one error row (`runtime/jobs/encode.py`),
+and one refused request.
+"""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""OpenAI's batch lines: what they are read as, and which of them refuse the job."""
+"""OpenAI's batch lines (`runtime/rows/row_formats.py`): what they are read as, and which of them refuse the job."""
 
 import json
 from collections.abc import Callable

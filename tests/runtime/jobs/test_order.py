@@ -1,4 +1,6 @@
-"""Rows run in an order that is fast: shared prefixes side by side, long before short, every row once."""
+"""Rows run in an order that is fast (`runtime/jobs/encode.py`): shared prefixes side by side, long before short, every
+row once.
+"""
 
 import itertools
 import random

@@ -1,4 +1,6 @@
-"""A row's own fields and its metadata come back in its answer; a slip of a field's name is refused, not repeated."""
+"""A row's own fields and its metadata come back in its answer (`runtime/rows/answer_formats.py`); a slip of a field's
+name is refused (`runtime/rows/fields.py`), not repeated.
+"""
 
 import json
 from collections.abc import Callable

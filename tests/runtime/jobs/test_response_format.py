@@ -1,4 +1,6 @@
-"""`response_format` in OpenAI's form: read, refused where it cannot be kept, and answered whole or not at all."""
+"""`response_format` in OpenAI's form (`runtime/rows/fields.py`): read, refused where it cannot be kept, and answered
+whole or not at all.
+"""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Any row of a file at once is the row that reading it from the start gives."""
+"""Any row of a file at once (`runtime/rows/reader.py`) is the row that reading it from the start gives."""
 
 import gzip
 import io

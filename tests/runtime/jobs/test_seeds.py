@@ -1,4 +1,4 @@
-"""Seeds come from names: the same row gets the same seed wherever it stands."""
+"""Seeds come from names (`runtime/rows/row.py`): the same row gets the same seed wherever it stands."""
 
 import json
 import random

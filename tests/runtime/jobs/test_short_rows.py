@@ -1,4 +1,4 @@
-"""Short rows: prompt or messages and sampling fields on one level."""
+"""Short rows (`runtime/rows/row_formats.py`): prompt or messages and sampling fields on one level."""
 
 from collections.abc import Callable
 from typing import Any

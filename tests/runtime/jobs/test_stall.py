@@ -1,4 +1,6 @@
-"""The watchdog around passes: a run that stands still ends within a second, resumable, with its stacks in a file."""
+"""The watchdog around passes (`runtime/jobs/stop.py`): a run that stands still ends within a second, resumable, with
+its stacks in a file.
+"""
 
 import threading
 import time

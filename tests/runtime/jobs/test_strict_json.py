@@ -1,4 +1,4 @@
-"""Cases I1 to I6 of the failure table: what one line of bytes may be."""
+"""Cases I1 to I6 of the failure table: what one line of bytes may be (`runtime/rows/row.py`)."""
 
 import json
 import math

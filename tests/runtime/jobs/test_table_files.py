@@ -1,4 +1,6 @@
-"""Answers as CSV and Parquet: every row of the input, own fields and the properties of JSON answers as columns."""
+"""Answers as CSV and Parquet (`runtime/jobs/outputs.py`): every row of the input, own fields and the properties of JSON
+answers as columns.
+"""
 
 import csv
 import io

@@ -1,4 +1,6 @@
-"""The cache keeps every sequence's tokens through passes, forks, preemptions and sharing; broken ones are caught."""
+"""The cache (`runtime/kv/cache.py`) keeps every sequence's tokens through passes, forks, preemptions and sharing;
+broken ones are caught.
+"""
 
 from types import ModuleType
 

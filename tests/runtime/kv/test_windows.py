@@ -1,4 +1,6 @@
-"""Layers with a window give back what lies behind it: the bytes that this frees, on models with such layers."""
+"""Layers with a window give back what lies behind it (`runtime/kv/cache.py`): the bytes that this frees, on models with
+such layers.
+"""
 
 from collections.abc import Callable
 from contextlib import closing

@@ -1,4 +1,4 @@
-"""One bad value anywhere in a parameter is found, of whatever dtype, and named."""
+"""One bad value anywhere in a parameter is found (`runtime/model/loading.py`), of whatever dtype, and named."""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""One token each of many sequences, in layers that keep states: every way of sharing the work gives the definition."""
+"""One token each of many sequences, in layers that keep states (`runtime/model/recurrent/`): every way of sharing the
+work gives the definition.
+"""
 
 from typing import Any
 

@@ -1,4 +1,6 @@
-"""The constants of passes on a GPU are what this code does: launches, tiles of the sampler, bytes of torch."""
+"""The constants of passes on a GPU (`offload/machine/presets.py`) are what this code does: launches, tiles of the
+sampler, bytes of torch.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""What runs teach: kept whole or not at all, believed only undamaged, and the next prediction is closer."""
+"""What runs teach (`runtime/plan/plan_file.py`): kept whole or not at all, believed only undamaged, and the next
+prediction is closer.
+"""
 
 import json
 import os

@@ -1,4 +1,6 @@
-"""Plans for cards of data sheets: the page and the golden file are what the planner says today, and its laws hold."""
+"""Plans for cards of data sheets (`offload/machine/presets.py`): the page and the golden file are what the planner
+(`runtime/plan/planner.py`) says today, and its laws hold.
+"""
 
 import json
 from itertools import pairwise, product

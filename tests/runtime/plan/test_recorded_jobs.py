@@ -1,4 +1,6 @@
-"""Passes that an H100 ran, against what counts and its data sheet say of them, with the costs of that version."""
+"""Passes that an H100 ran, against what counts and its data sheet say of them (`runtime/plan/cost_model.py`), with the
+costs of that version.
+"""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,6 @@
-"""What tokenizing a prompt takes is a part of every plan, and no prompt takes more of it."""
+"""What tokenizing a prompt takes is a part of every plan (`runtime/plan/memory_ledger.py`), and no prompt takes more of
+it (`runtime/text/tokenizer.py`).
+"""
 
 import json
 import random

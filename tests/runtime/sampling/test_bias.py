@@ -1,4 +1,6 @@
-"""Biases, forbidden and forced tokens: what they do to one row, and that they leave the others alone."""
+"""Biases, forbidden and forced tokens (`runtime/sampling/sampler.py`): what they do to one row, and that they leave the
+others alone.
+"""
 
 import torch
 

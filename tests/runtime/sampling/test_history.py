@@ -1,3 +1,5 @@
+"""The tokens that a sequence has seen, each once with its count in the answer (`runtime/sampling/draw.py`)."""
+
 from collections import Counter
 
 import numpy as np

@@ -1,3 +1,7 @@
+"""Log probabilities are the log softmax of the logits, with ranks and the most likely alternatives
+(`runtime/sampling/sampler.py`).
+"""
+
 import math
 
 import numpy as np

@@ -1,4 +1,6 @@
-"""Masked rows take what their bits allow; other rows and all probabilities are as without masks."""
+"""Masked rows take what their bits allow; other rows and all probabilities are as without masks
+(`runtime/sampling/sampler.py`).
+"""
 
 import numpy as np
 import torch

@@ -1,3 +1,7 @@
+"""Sampling sorts logits by keys, the lower id first among equals, and reads the very bits back
+(`runtime/sampling/sampler.py`).
+"""
+
 import numpy as np
 import pytest
 import torch

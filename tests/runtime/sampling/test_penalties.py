@@ -1,3 +1,5 @@
+"""Repetition, presence and frequency penalties follow their definitions (`runtime/sampling/sampler.py`)."""
+
 import numpy as np
 import pytest
 import torch

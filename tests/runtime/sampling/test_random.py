@@ -1,3 +1,7 @@
+"""Philox and the uniform numbers drawn with it: known answers, one number a row in any company, independence
+(`runtime/sampling/draw.py`).
+"""
+
 import numpy as np
 import pytest
 from hypothesis import given

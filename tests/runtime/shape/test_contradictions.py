@@ -1,4 +1,6 @@
-"""Config against headers: what transformers writes passes, what planning would get wrong is refused without torch."""
+"""Config against headers (`runtime/shape/checkpoint_shape.py`): what transformers writes passes, what planning would
+get wrong is refused without torch.
+"""
 
 import json
 import random

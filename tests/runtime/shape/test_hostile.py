@@ -1,4 +1,6 @@
-"""config.json as hostile text: what is not in the allow-list never reaches a model, what is must be in its range."""
+"""config.json as hostile text (`runtime/shape/config.py`, `runtime/shape/config_fields.py`): what is not in the
+allow-list never reaches a model, what is must be in its range.
+"""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Configurations as transformers itself writes them are read, and mean the same afterwards."""
+"""Configurations as transformers writes them are read (`runtime/shape/config.py`), and mean the same afterwards."""
 
 import json
 from pathlib import Path

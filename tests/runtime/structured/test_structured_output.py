@@ -1,4 +1,6 @@
-"""Whatever the model says, the text is JSON of the schema, on every schedule."""
+"""Whatever the model says, the text is JSON of the schema, on every schedule (`runtime/sampling/grammar.py`,
+`runtime/engine/engine.py`).
+"""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""Patterns that explode cost a row or are refused; they do not hold a job up."""
+"""Patterns that explode cost a row or are refused (`runtime/text/control_tokens.py`); they do not hold a job up."""
 
 import threading
 import time

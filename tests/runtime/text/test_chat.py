@@ -1,3 +1,5 @@
+"""A rendered chat is cut into pieces: what only imitates a control token is literal (`runtime/text/template.py`)."""
+
 from collections.abc import Iterator
 from datetime import datetime
 from typing import Any

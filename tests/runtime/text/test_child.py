@@ -1,3 +1,5 @@
+"""Frames to and from a child process: whole, in order, bounded, and within a deadline (`runtime/text/template.py`)."""
+
 import sys
 import time
 from collections.abc import Iterator

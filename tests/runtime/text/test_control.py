@@ -1,3 +1,5 @@
+"""Which tokens of a model are control tokens, and where a text imitates one (`runtime/text/control_tokens.py`)."""
+
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 

@@ -1,3 +1,5 @@
+"""Marks around texts tell what users wrote from what a template put between (`runtime/text/control_tokens.py`)."""
+
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -1,3 +1,5 @@
+"""Templates render as in transformers; no namespace takes underscored names (`runtime/text/template_worker.py`)."""
+
 from datetime import datetime
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which marks are found, from what the tokenizer has and what the template says."""
+"""Which marks are found, from what the tokenizer has and what the template says (`runtime/text/chat_stream.py`)."""
 
 import pytest
 

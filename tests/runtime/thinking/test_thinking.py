@@ -1,4 +1,4 @@
-"""Reasoning, content and calls apart, whatever the marks, and on every schedule."""
+"""Reasoning, content and calls apart (`runtime/text/chat_stream.py`), whatever the marks, and on every schedule."""
 
 from collections.abc import Callable
 from typing import Any

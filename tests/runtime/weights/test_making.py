@@ -1,4 +1,6 @@
-"""A store within a budget: fewer experts at a time, the same bytes; too little is refused with what would do."""
+"""A store within a budget (`runtime/loading/prepare.py`, `runtime/weights/preparation.py`): fewer experts at a time,
+the same bytes; too little is refused with what would do.
+"""
 
 import gc
 import re

@@ -1,4 +1,6 @@
-"""A quantized checkpoint of every layout loads, streams at the smallest budget and computes what its weights mean."""
+"""A quantized checkpoint of every layout (`runtime/model/dequantize.py`) loads, streams at the smallest budget and
+computes what its weights mean.
+"""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,6 @@
-"""What jobs saw of a store's routing is added up beside its weights, and nothing that lies there can do harm."""
+"""What jobs saw of a store's routing is added up beside its weights (`runtime/weights/streaming.py`), and nothing that
+lies there can do harm.
+"""
 
 import threading
 from collections.abc import Callable

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from moedge.quant.formats.format import get_format
 from moedge.quant.tensor import pack_into
@@ -34,7 +36,8 @@ class Stock:
             for name, module in self.model.named_modules()
             if isinstance(module, nn.Linear) and not (name == "lm_head" and self.model.config.tie_word_embeddings)
         ]
-        self._weights = {name: module.weight.detach().clone() for name, module in self._linears}
+        # As the file has them: a definition in bf16 rounds the embedding and the norms too.
+        self._parameters = {name: each.detach().clone() for name, each in self.model.named_parameters()}
 
     def define(self, quant: str, compute: str, packed_from: str, dtype: str) -> Definition:
         """The model in `dtype` with weights packed in `quant` from `packed_from`, the dtype that a job has.
@@ -42,15 +45,14 @@ class Stock:
         The model is one: a definition counts until the next is made.
         """
         self.model.to(torch.float32)
+        for name, parameter in self.model.named_parameters():
+            parameter.data = self._parameters[name].to(DTYPES[packed_from]).float()
         for name, module in self._linears:
             module._forward_pre_hooks.clear()
-            weight = self._weights[name].to(DTYPES[packed_from])
+            weight = self._parameters[f"{name}.weight"].to(DTYPES[packed_from])
             module.weight.data = rounded_to(weight, quant).float()
             if compute == "int8":
                 module.register_forward_pre_hook(lambda _, given: (round_activations(given[0]), *given[1:]))
-        if packed_from == "bf16":
-            for parameter in self.model.parameters():
-                parameter.data = parameter.data.bfloat16().float() if parameter.dim() == 1 else parameter.data
         self.model.to(DTYPES[dtype])
         return Definition(self.model, self.tokenizer)
 
@@ -79,12 +81,20 @@ class Definition:
         ids = [self._tokenizer.encode(text, add_special_tokens=False) for text in rendered]
         stop = self._model.config.eos_token_id
         stops = stop if isinstance(stop, list) else [stop]
+        # What all chats begin with is computed once.
+        common = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*ids, strict=False))
+        begin = [tokens[0] for tokens in common]
+        cache = DynamicCache(config=self._model.config)
+        self._model(torch.tensor([begin]), past_key_values=cache)
+        cache.batch_repeat_interleave(count)
         longest = max(map(len, ids))
-        padded = torch.tensor([[stops[0]] * (longest - len(each)) + each for each in ids])
-        mask = torch.tensor([[0] * (longest - len(each)) + [1] * len(each) for each in ids])
+        gaps = [longest - len(each) for each in ids]
+        pairs = list(zip(ids, gaps, strict=True))
+        padded = torch.tensor([begin + [stops[0]] * gap + each[len(begin) :] for each, gap in pairs])
+        mask = torch.tensor([[1] * len(begin) + [0] * gap + [1] * (len(each) - len(begin)) for each, gap in pairs])
         out = self._model.generate(
-            padded, attention_mask=mask, max_new_tokens=ANSWER, do_sample=False, pad_token_id=stops[0],
-            temperature=None, top_p=None, top_k=None,
+            padded, attention_mask=mask, past_key_values=cache, max_new_tokens=ANSWER, do_sample=False,
+            pad_token_id=stops[0], temperature=None, top_p=None, top_k=None,
         )[:, longest:].tolist()  # fmt: skip
         answers = []
         for each in out:

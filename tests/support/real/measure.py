@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from support.real.cases import Case
-from support.real.text import ANSWER, QUESTIONS, WINDOW, WINDOWS, windows
+from support.real.text import ANSWER, FEW, QUESTIONS, WINDOW, WINDOWS, windows
 
 ROOT = Path(__file__).parents[3]
 # One window of so many tokens and so few questions for the interpreter of Triton's kernels, a thousand times slower.
@@ -74,7 +74,7 @@ def size(case: Case, num_windows: int, num_questions: int) -> tuple[int, int, in
 
 
 def measure(
-    model: Path, cases: Iterable[Case], out: Path, num_windows: int = WINDOWS, num_questions: int = len(QUESTIONS)
+    model: Path, cases: Iterable[Case], out: Path, num_windows: int = WINDOWS, num_questions: int = FEW
 ) -> dict[Case, Found | str]:
     """What each case gives, or the error it ends with; `out` is an empty folder. One process an instruction set."""
     by_isa: dict[str, list[Case]] = {}

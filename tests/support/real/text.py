@@ -1,28 +1,18 @@
-"""Real prose and questions: what Python itself ships, and what people ask first."""
+"""Real prose and questions: what Python itself ships, and what people ask."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from pydoc_data import topics
 
 # 16 windows of 384 tokens, of which all but the first are predicted: 6,128.
 WINDOW, WINDOWS = 384, 16
 ANSWER = 8
-QUESTIONS = (
-    "What is the capital of France?", "What is the capital of Japan?", "What is the largest planet of the sun?",
-    "Name three rivers.", "Who wrote Hamlet?", "What is two plus two?", "What colour is the sky on a clear day?",
-    "How many days are in a week?", "What is the chemical symbol of gold?", "What do bees make?",
-    "Write a sentence about the sea.", "What is the opposite of hot?", "Translate 'good morning' into French.",
-    "Which animal barks?", "What is photosynthesis?", "How do I boil an egg?", "What is a prime number?",
-    "Explain gravity in one sentence.", "What is the boiling point of water in Celsius?", "Who painted the Mona Lisa?",
-    "List four fruits.", "What is the Python programming language?", "Write a Python function that adds two numbers.",
-    "What is the speed of light?", "How many continents are there?", "What is the currency of the United Kingdom?",
-    "Give me a short poem about autumn.", "What is a noun?", "Who was Albert Einstein?", "What does DNA stand for?",
-    "How far is the moon?", "What is the tallest mountain on Earth?", "Why is the sky blue?", "What is a haiku?",
-    "Name a famous scientist from Poland.", "What language is spoken in Brazil?", "How can I sleep better?",
-    "What is machine learning?", "Suggest a name for a cat.", "What is the square root of 81?",
-)  # fmt: skip
+# What people ask first. Most cases answer the first 40; a share of all of them is known twice as well.
+QUESTIONS = tuple(Path(__file__).with_name("questions.txt").read_text().splitlines())
+FEW = 40
 FRANCE = 0
 
 

@@ -1,4 +1,4 @@
-"""Rates and the forecast of a job, against a machine whose every pass takes what it is told."""
+"""Rates and the forecast of a job (`cli/views/eta.py`), against a machine whose every pass takes what it is told."""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""Predictions against what can be worked out by hand, and against the arithmetic of a pass."""
+"""Predictions (`runtime/plan/cost_model.py`) against what can be worked out by hand, and against the arithmetic of a
+pass.
+"""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a schema may be: followed exactly or refused, whatever a hostile one asks for."""
+"""What a schema may be (`runtime/sampling/grammar.py`): followed exactly or refused, whatever a hostile one asks."""
 
 import json
 import sys

@@ -1,4 +1,6 @@
-"""Norms in pieces: the same bits, the same modules, and only those that treat rows alike."""
+"""Norms in pieces (`runtime/model/weights_seam.py`): the same bits, the same modules, and only those that treat rows
+alike.
+"""
 
 from collections.abc import Callable
 

@@ -1,3 +1,7 @@
+"""Each numeric setting of sampling has a range that holds its default, and nothing outside is taken
+(`runtime/sampling/params.py`).
+"""
+
 import dataclasses
 import math
 

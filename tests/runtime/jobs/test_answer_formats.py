@@ -1,4 +1,6 @@
-"""Rows out: OpenAI's own types read our answers, and a line depends on nothing but its row. Case I3 for outputs."""
+"""Rows out (`runtime/rows/answer_formats.py`): OpenAI's own types read our answers, and a line depends on nothing but
+its row. Case I3 for outputs.
+"""
 
 import json
 import math

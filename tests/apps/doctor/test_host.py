@@ -1,4 +1,6 @@
-"""Every check tells well from ill on machines that are made up, and says what mends it."""
+"""Every check of a machine (`apps/doctor/host.py`) tells well from ill on machines that are made up, and says what
+mends it.
+"""
 
 import re
 from dataclasses import replace

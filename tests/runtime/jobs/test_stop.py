@@ -1,4 +1,4 @@
-"""When a job stops on purpose. Case J11 of the failure table: clocks that jump."""
+"""When a job stops on purpose (`runtime/jobs/stop.py`). Case J11 of the failure table: clocks that jump."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""The plan's cache: sized by group for the job, its limits known before the run."""
+"""The KV cache of a plan (`runtime/plan/candidate.py`): sized by group for the job, its limits known before the run."""
 
 from dataclasses import replace
 
