@@ -109,16 +109,9 @@ def _details(summary: RunSummary) -> list[tuple[str, str]]:
 
 def prefix_cache(summary: RunSummary) -> str:
     """`480 of 700 prompt tokens reused (69%)`."""
-    return _reused(summary.kv.prefix_hit_tokens or 0, _computed(summary))
-
-
-def _computed(summary: RunSummary) -> int:
-    """Prompt tokens that this run computed; `tokens.prompt` counts those of finished rows, over all runs of the job."""
-    return round((summary.throughput.prompt_tok_s or 0) * (summary.seconds.generate or 0))
-
-
-def _reused(hits: int, computed: int) -> str:
-    total = hits + computed
+    hits = summary.kv.prefix_hit_tokens or 0
+    # With what this run computed; `tokens.prompt` counts prompts of finished rows, over all runs of the job.
+    total = hits + round((summary.throughput.prompt_tok_s or 0) * (summary.seconds.generate or 0))
     share = f" ({hits / total:.0%})" if total else ""
     return f"{hits:,} of {counted(total, 'prompt token')} reused{share}"
 

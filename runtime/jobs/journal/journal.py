@@ -208,8 +208,10 @@ class RecordFile:
             raise self._failed(full) from full
 
     def _write(self, lines: bytes) -> None:
+        position = 0
         try:
-            self._write_all(lines)
+            while position < len(lines):
+                position += os.pwrite(self._descriptor, lines[position:], self.end + position)
         except OSError as error:
             os.ftruncate(self._descriptor, self.end)
             if error.errno not in _DISK_FULL or not self.ballast.drop():
@@ -217,11 +219,6 @@ class RecordFile:
             # Once more, with the blocks that the ballast had.
             self._full = error
             self._write(lines)
-
-    def _write_all(self, lines: bytes) -> None:
-        position = 0
-        while position < len(lines):
-            position += os.pwrite(self._descriptor, lines[position:], self.end + position)
 
     def _failed(self, error: OSError) -> JournalFailed:
         return JournalFailed(
