@@ -231,9 +231,13 @@ def _case(integer: bool, format_name: str) -> Case:
     def case(num_rows: int) -> Callable[[], None]:
         x = torch.randn(num_rows, SHAPE[1]).bfloat16()
         y = x.new_empty(num_rows, SHAPE[0])
-        return lambda: compute.linear(x, next(matrices), out=y)
+        return partial(_multiply_by, compute, x, y, matrices)
 
     return case
+
+
+def _multiply_by(compute: ParallelMatmul, x: Tensor, y: Tensor, matrices: Iterator[PackedTensor]) -> None:
+    compute.linear(x, next(matrices), out=y)
 
 
 def matrices_of(
