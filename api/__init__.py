@@ -77,7 +77,7 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         value: Any = version("moedge")
     elif name in _MODULES:
-        from .runtime.settings.computing import settle
+        from .computing import settle
 
         # Before torch is loaded, as the command line does: its threads and allocators read the environment once.
         settle()

@@ -17,7 +17,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from .offload.memory import reset_host_peak
-from .runtime.jobs.answer_stream import STDOUT
 from .runtime.jobs.folder import JobFolder
 from .runtime.jobs.journal.state import JobState, read_state
 from .runtime.jobs.request import BatchRequest, identity, pin_settings, request_of
@@ -39,10 +38,6 @@ if TYPE_CHECKING:
 
 class Cluster(Protocol):
     """Workers elsewhere, which an application starts and which stay loaded from one job to the next."""
-
-    @property
-    def longest(self) -> int | None:
-        """Tokens of the longest sequence that every worker has memory for; None before the first job."""
 
     def plan(self, measured: Measured) -> Planned: ...
 
@@ -105,6 +100,11 @@ def _load(checked: Checked, observer: JobObserver, resources: ExitStack) -> Exec
         measured = Measured.of(checked)
     observer.measured(measured)
     cluster = None if checked.request.cluster is None else resources.enter_context(cluster_of(measured))
+    return _load_measured(measured, observer, cluster)
+
+
+def _load_measured(measured: Measured, observer: JobObserver, cluster: Cluster | None = None) -> Executor:
+    """On the workers of `cluster`, or on an engine here."""
     planned = measured.plan() if cluster is None else cluster.plan(measured)
     observer.planned(planned)
     loaded: Executor = planned.load() if cluster is None else cluster.load(planned)
@@ -142,7 +142,9 @@ def cluster_of(measured: Measured) -> AbstractContextManager[Cluster]:
 
 def run_loaded(loaded: Executor, observer: JobObserver) -> Ended:
     """All passes of a job whose engine is ready, and its output."""
-    running = loaded.run()
+    from .runtime.jobs.job import Running
+
+    running = Running(loaded)
     with observer.working():
         return running.end(_passes(running, observer))
 
@@ -184,7 +186,7 @@ class BatchProgress(JobObserver):
     def __init__(self, wanted: bool) -> None:
         self._wanted = wanted
         self._interrupt = DeferredInterrupt()
-        self._advance: Callable[[int, Metrics], None] | None = None
+        self._advance: Advance = lambda count, metrics: None
         self._done = 0
 
     @contextmanager
@@ -194,9 +196,8 @@ class BatchProgress(JobObserver):
 
     @contextmanager
     def running(self, running: Running) -> Iterator[None]:
-        eta = running.eta()
-        self._done = eta.done
-        with progress_bar(eta.total, self._wanted, "rows", done=eta.done) as self._advance:
+        self._done = running.session.claim.num_done
+        with progress_bar(running.num_rows, self._wanted, "rows", done=self._done) as self._advance:
             yield
             # The journal confirms the last rows after the last pass.
             self._show(running)
@@ -207,8 +208,7 @@ class BatchProgress(JobObserver):
 
     def _show(self, running: Running) -> None:
         done = running.session.num_confirmed
-        if self._advance is not None:
-            self._advance(done - self._done, running.metrics)
+        self._advance(done - self._done, running.metrics)
         self._done = done
 
 
@@ -248,7 +248,7 @@ def batch_request(
 ) -> BatchRequest:
     """The request that a call of `run_batch` makes. Raises BadArgument."""
     check(options, BatchOptions)
-    if str(output) == STDOUT:
+    if str(output) == "-":
         raise BadArgument('output "-" is for the command; give a file')
     return request_of(model, input_file, output, options)
 
@@ -342,26 +342,14 @@ class JobSeries:
         measured = Measured.of(replace(checked, given=given))
         observer.measured(measured)
         if checked.request.cluster is not None:
-            return self._load_workers(measured)
+            # The first job starts the workers.
+            self._cluster = self._cluster or self._held.enter_context(cluster_of(measured))
+            return _load_measured(measured, observer, self._cluster)
         if given is not None and not measured.size.longer_than(given.longest):
             return measured.plan().load()
         self._held.close()
         self._model = None
-        planned = replace(measured, checked=checked).plan()
-        observer.planned(planned)
-        loaded = planned.load()
-        observer.loaded(loaded)
-        return loaded
-
-    def _load_workers(self, measured: Measured) -> Executor:
-        """On the workers of the jobs before; the first job starts them."""
-        if self._cluster is None:
-            self._cluster = self._held.enter_context(cluster_of(measured))
-        planned = self._cluster.plan(measured)
-        self._observer.planned(planned)
-        loaded = self._cluster.load(planned)
-        self._observer.loaded(loaded)
-        return loaded
+        return _load_measured(replace(measured, checked=checked), observer)
 
 
 def first_state(first: JobFolder | None) -> JobState | None:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .batch import BatchProgress, JobObserver, JobSeries, batch_request, first_state
+    from .computing import TorchBuild, dotted, find_torch, settle, unusable_torch
+    from .formatting import clock, duration, escape_controls, formats_line, short_duration
     from .offload.atomic_file import AtomicFile, own_name, write_atomically
     from .offload.budget import GIB, auto_host, gib, parse_size
     from .offload.device import Device, find_device
@@ -32,13 +34,12 @@ if TYPE_CHECKING:
     from .runtime.engine.engine import Engine, Metrics
     from .runtime.jobs.folder import JobFolder, JobLock, is_locked, now_text
     from .runtime.jobs.job import Measured, Planned, Running
-    from .runtime.jobs.journal.run_log import LoggedRun
-    from .runtime.jobs.journal.state import Counts, Suspicion
+    from .runtime.jobs.journal.state import Counts, CutChoice, Done, Suspicion
     from .runtime.jobs.lifecycle import OpenModel, refuse_over_budget
     from .runtime.jobs.outputs import OutputPaths, claim_output, file_sha256, is_table, schema_fields, write_table
-    from .runtime.jobs.report import merge_summaries
-    from .runtime.jobs.request import BatchRequest, request_of
-    from .runtime.jobs.run import OpenRow, RowReader, RowSource
+    from .runtime.jobs.report import merge_summaries, summarise
+    from .runtime.jobs.request import BatchRequest, model_facts, request_of
+    from .runtime.jobs.run import OpenRow, RowReader, RowRunner, RowSource
     from .runtime.jobs.session import CANCELLED, Checked, Ended, JobSession, lock_folder
     from .runtime.jobs.status import (
         WINDOW,
@@ -52,22 +53,13 @@ if TYPE_CHECKING:
         job_id_folders,
         openai_batch,
     )
-    from .runtime.jobs.stop import memory_kills
+    from .runtime.jobs.stop import CrashMarker, StallGuard, memory_kills
     from .runtime.jobs.summary import RunSummary, Seconds, WorkerRun
-    from .runtime.jobs.worker import (
-        JobFacts,
-        LeasedRow,
-        LoadOrder,
-        LoadReport,
-        Worker,
-        WorkerInfo,
-        WorkReport,
-        same_everywhere,
-    )
     from .runtime.loading.engine_loader import LoadedModel
     from .runtime.loading.selftest import bitsandbytes_speed, cpu_kernels, gpu_kernels, product_error
     from .runtime.plan.fallback import Fallback, FallbackPolicy
     from .runtime.plan.memory_ledger import TierLedger
+    from .runtime.plan.placement import Workload
     from .runtime.plan.plan_file import RunRecord, last_runs
     from .runtime.plan.planner import PlanResult, reads_integers
     from .runtime.rows.answer_formats import with_own
@@ -77,9 +69,7 @@ if TYPE_CHECKING:
     from .runtime.rows.tables import InputFormat
     from .runtime.sampling.grammar import SchemaError, compile_schema
     from .runtime.settings import errors, option, options
-    from .runtime.settings.computing import TorchBuild, dotted, find_torch, settle, unusable_torch
     from .runtime.settings.errors import counted
-    from .runtime.settings.formatting import clock, duration, escape_controls, formats_line, short_duration
     from .runtime.settings.stages import stage, watching
     from .runtime.source.model_source import ModelSource, open_source
     from .runtime.text.confinement import lacking, shut_in
@@ -96,7 +86,6 @@ _MODULES = {
     "JobLock": ".runtime.jobs.folder",
     "JobPhase": ".runtime.jobs.status",
     "JobStatus": ".runtime.jobs.status",
-    "LoggedRun": ".runtime.jobs.journal.run_log",
     "OutputPaths": ".runtime.jobs.outputs",
     "RoundsJob": ".runtime.jobs.status",
     "WINDOW": ".runtime.jobs.status",
@@ -141,15 +130,15 @@ _MODULES = {
     "shows_gpu": ".offload.machine.hardware",
     # What computes here: torch and the kernels, tried.
     "QUANT_FORMATS": ".quant.formats.format",
-    "TorchBuild": ".runtime.settings.computing",
+    "TorchBuild": ".computing",
     "bitsandbytes_speed": ".runtime.loading.selftest",
     "cpu_kernels": ".runtime.loading.selftest",
-    "dotted": ".runtime.settings.computing",
-    "find_torch": ".runtime.settings.computing",
+    "dotted": ".computing",
+    "find_torch": ".computing",
     "gpu_kernels": ".runtime.loading.selftest",
     "product_error": ".runtime.loading.selftest",
     "reads_integers": ".runtime.plan.planner",
-    "unusable_torch": ".runtime.settings.computing",
+    "unusable_torch": ".computing",
     # Prepared weights on disk, and how well past runs were predicted.
     "RunRecord": ".runtime.plan.plan_file",
     "default_root": ".offload.store.stores",
@@ -167,12 +156,12 @@ _MODULES = {
     "is_exhausted": ".offload.errors",
     # Words and numbers as the command line writes them.
     "GIB": ".offload.budget",
-    "clock": ".runtime.settings.formatting",
-    "duration": ".runtime.settings.formatting",
-    "escape_controls": ".runtime.settings.formatting",
-    "formats_line": ".runtime.settings.formatting",
+    "clock": ".formatting",
+    "duration": ".formatting",
+    "escape_controls": ".formatting",
+    "formats_line": ".formatting",
     "gib": ".offload.budget",
-    "short_duration": ".runtime.settings.formatting",
+    "short_duration": ".formatting",
     # A model by path or hub name, and the stages of slow work.
     "MAX_STOP": ".runtime.rows.fields",
     "ModelSource": ".runtime.source.model_source",
@@ -230,17 +219,16 @@ _MODULES = {
     "reset_host_peak": ".offload.memory",
     "shut_in": ".runtime.text.confinement",
     "unpack": ".runtime.text.template",
-    # A worker: an engine elsewhere, which computes rows that a job leases to it.
-    "JobFacts": ".runtime.jobs.worker",
-    "LeasedRow": ".runtime.jobs.worker",
-    "LoadOrder": ".runtime.jobs.worker",
-    "LoadReport": ".runtime.jobs.worker",
-    "WorkReport": ".runtime.jobs.worker",
-    "Worker": ".runtime.jobs.worker",
-    "WorkerInfo": ".runtime.jobs.worker",
+    # An engine elsewhere, which computes rows of a job: what runs them, guards them, and says what came of it.
+    "CrashMarker": ".runtime.jobs.stop",
+    "CutChoice": ".runtime.jobs.journal.state",
+    "Done": ".runtime.jobs.journal.state",
+    "RowRunner": ".runtime.jobs.run",
+    "StallGuard": ".runtime.jobs.stop",
+    "Workload": ".runtime.plan.placement",
     "memory_kills": ".runtime.jobs.stop",
-    "same_everywhere": ".runtime.jobs.worker",
-    "settle": ".runtime.settings.computing",
+    "model_facts": ".runtime.jobs.request",
+    "settle": ".computing",
     # What a run came to: counters, and summaries that can be merged.
     "Fallback": ".runtime.plan.fallback",
     "FallbackPolicy": ".runtime.plan.fallback",
@@ -250,6 +238,7 @@ _MODULES = {
     "TierLedger": ".runtime.plan.memory_ledger",
     "WorkerRun": ".runtime.jobs.summary",
     "merge_summaries": ".runtime.jobs.report",
+    "summarise": ".runtime.jobs.report",
     # Files that are whole or not there.
     "AtomicFile": ".offload.atomic_file",
     "own_name": ".offload.atomic_file",
@@ -267,8 +256,11 @@ __all__ = [
     "Checked",
     "Child",
     "Counts",
+    "CrashMarker",
+    "CutChoice",
     "Device",
     "Disk",
+    "Done",
     "Driver",
     "Ended",
     "Endpoint",
@@ -283,7 +275,6 @@ __all__ = [
     "Heap",
     "InputFormat",
     "InvalidRow",
-    "JobFacts",
     "JobFolder",
     "JobLock",
     "JobObserver",
@@ -292,12 +283,8 @@ __all__ = [
     "JobSession",
     "JobStatus",
     "KeyOffsets",
-    "LeasedRow",
     "Link",
-    "LoadOrder",
-    "LoadReport",
     "LoadedModel",
-    "LoggedRun",
     "MAX_STOP",
     "Machine",
     "Measured",
@@ -316,6 +303,7 @@ __all__ = [
     "Row",
     "RowFailure",
     "RowReader",
+    "RowRunner",
     "RowSource",
     "RunRecord",
     "RunSummary",
@@ -323,16 +311,15 @@ __all__ = [
     "SCHEMA",
     "SchemaError",
     "Seconds",
+    "StallGuard",
     "Suspicion",
     "Template",
     "TierLedger",
     "Tokenizer",
     "TorchBuild",
     "WINDOW",
-    "WorkReport",
-    "Worker",
-    "WorkerInfo",
     "WorkerRun",
+    "Workload",
     "auto_host",
     "batch_request",
     "bitsandbytes_speed",
@@ -375,6 +362,7 @@ __all__ = [
     "memory_groups",
     "memory_kills",
     "merge_summaries",
+    "model_facts",
     "nearest_existing",
     "now_text",
     "open_source",
@@ -392,7 +380,6 @@ __all__ = [
     "refuse_over_budget",
     "request_of",
     "reset_host_peak",
-    "same_everywhere",
     "saved_path",
     "saved_profile",
     "schema_fields",
@@ -402,6 +389,7 @@ __all__ = [
     "shut_in",
     "stage",
     "stores",
+    "summarise",
     "text_or_file",
     "unpack",
     "unusable_torch",

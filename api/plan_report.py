@@ -14,17 +14,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from .formatting import TIE, count, duration, escape_controls, fit, formats_line, kernel_lines
 from .offload.budget import gib
 from .runtime.jobs.job_plan import equal_rows, measured_job, plan_request, refuse_unknown_machine
 from .runtime.jobs.request import EQUAL_ROWS, budgets_of, input_format_of, row_defaults_of, settings_of
 from .runtime.plan.kernels import Kernels
-from .runtime.plan.plan_file import by_budget, by_sequences, document, nearest, refusal, suggestions
 from .runtime.plan.planner import PlanResult, solve
 from .runtime.settings.errors import DoesNotFit, counted
-from .runtime.settings.formatting import TIE, count, duration, escape_controls, fit, formats_line, kernel_lines
 from .runtime.settings.option import check, with_options
 from .runtime.settings.options import PlanOptions
 from .runtime.source.model_source import read_headers
+from .what_if import by_budget, by_sequences, document, nearest, refusal, suggestions
 
 if TYPE_CHECKING:
     from .runtime.jobs.encode import JobSize

@@ -22,7 +22,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import jsonschema
 
-from moedge.runtime.jobs.job import Measured
+from moedge.runtime.jobs.job import Measured, Running
 from moedge.runtime.jobs.request import BatchRequest
 from moedge.runtime.jobs.session import Checked
 from moedge.runtime.settings.settings import Settings
@@ -84,7 +84,7 @@ def run(model: Path, job: list[Row], max_sequences: int) -> tuple[list[Row], flo
         source, output = Path(folder, "in.jsonl"), Path(folder, "out.jsonl")
         source.write_text("".join(json.dumps(row) + "\n" for row in job))
         with Checked.open(BatchRequest(str(model), source, output, Settings(max_sequences=max_sequences))) as checked:
-            running = Measured.of(checked).plan().load().run()
+            running = Running(Measured.of(checked).plan().load())
             for _ in running.passes():
                 pass
             rate = running.end().summary.throughput.generated_tok_s or 0.0

@@ -87,7 +87,8 @@ def job_view(given: ViewOptions, answers: AnswerStream | None = None) -> JobView
 
 
 def _to_stdout(request: BatchRequest, given: BatchCommand) -> ExitCode:
-    from ..runtime.jobs.answer_stream import AnswerStream, into_folder, remove_finished
+    from ..runtime.jobs.answer_stream import AnswerStream
+    from .options.stdout import into_folder, remove_finished
 
     folder = given["job_dir"]
     request = into_folder(request, None if folder is None else Path(folder))
@@ -119,7 +120,7 @@ def _same_job(bundle: Path) -> str:
 
 
 def _print_answers(prompts: Path, answers: Path) -> None:
-    from ..runtime.settings.formatting import escape_controls
+    from ..formatting import escape_controls
 
     for question, answer in zip(prompts.open(), answers.open(), strict=True):
         print(f"\n> {json.loads(question)['messages'][-1]['content']}")

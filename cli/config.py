@@ -137,8 +137,9 @@ def init(
     ] = False,
 ) -> None:
     """Write a moedge.toml with comments, to be edited. Overwrites nothing."""
+    from ..runtime.plan.plan_file import read_plan_file
 
-    found = None if from_plan is None else _plan_document(from_plan)
+    found = None if from_plan is None else read_plan_file(from_plan)
     text = config_template(options_of(BatchCommand).values(), found, socket.gethostname() if for_machine else None)
     try:
         with output.open("x") as file:
@@ -148,12 +149,6 @@ def init(
     except OSError as error:
         raise ConfigError(f"{output} cannot be written: {error.strerror}") from None
     print(f"{output} written; `moedge config show` says what counts now")
-
-
-def _plan_document(path: Path) -> dict[str, Any]:
-    from ..runtime.plan.plan_file import read_plan_file
-
-    return read_plan_file(path)
 
 
 @app.command()

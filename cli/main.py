@@ -11,11 +11,11 @@ from typing import Annotated
 
 import typer
 
+from ..computing import settle
+from ..formatting import escape_controls
 from ..offload.errors import ExitCode, exit_code_of
 from ..offload.memory import refused_library, return_memory
 from ..runtime.settings.applications import application
-from ..runtime.settings.computing import settle
-from ..runtime.settings.formatting import escape_controls
 from .batch import batch, demo
 from .bench import bench
 from .check import check

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Unpack
 
 import typer
 
+from ..formatting import count
 from ..offload.budget import gib
-from ..runtime.settings.formatting import count
 from ..runtime.settings.option import Option
 from ..runtime.settings.options import StoreFolder
 from .options import options

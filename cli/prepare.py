@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Unpack
 
 import typer
 
+from ..formatting import duration, loss_line
 from ..offload.budget import gib
 from ..offload.errors import ExitCode
-from ..runtime.settings.formatting import duration, loss_line
 from ..runtime.settings.option import Option, Takes
 from ..runtime.settings.options import HostBudgets, WeightOptions
 from .options import options

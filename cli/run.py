@@ -47,8 +47,8 @@ def _print_answer(model: str, prompt: str, given: RunCommand, variables: Mapping
     options.say_device(given["gpu_mem"])
     from rich.console import Console
 
+    from ..formatting import escape_controls
     from ..runtime.jobs.request import budgets_of, settings_of
-    from ..runtime.settings.formatting import escape_controls
     from ..runtime.settings.stages import stage, watching
     from ..runtime.source.model_source import open_source
     from .views.progress import stages_on

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Self
 
 TEMPORARY_SUFFIX = ".tmp"
 # Dirty pages count against a container's memory, so they are flushed to disk every so often (bytes).
@@ -27,6 +28,13 @@ class AtomicFile:
         self._buffer = bytearray()
         self._end = 0
         self._unflushed = 0
+
+    def __enter__(self) -> Self:
+        """A context that discards the file, unless it was published."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.discard()
 
     def write(self, data: bytes) -> None:
         self._buffer += data

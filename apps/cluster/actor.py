@@ -16,7 +16,7 @@ from ... import MoedgeError
 from ...face import JobFolder, memory_kills, settle
 
 if TYPE_CHECKING:
-    from ...face import Worker, WorkerInfo
+    from .worker import Worker, WorkerInfo
 
 
 def _read_only(values: dict[Any, Any]) -> MappingProxyType[Any, Any]:
@@ -51,7 +51,7 @@ class WorkerActor:
 
     def call(self, method: str, *arguments: Any) -> Any:
         """What a method of the worker returns, or Refused; any other error is one of the process."""
-        from ...face import Worker
+        from .worker import Worker
 
         try:
             if self._worker is None:

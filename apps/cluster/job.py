@@ -19,12 +19,8 @@ from ...face import (
     ErrorCode,
     Fallback,
     FallbackPolicy,
-    JobFacts,
     JobSession,
     KeyOffsets,
-    LeasedRow,
-    LoadOrder,
-    LoadReport,
     Measured,
     Metrics,
     Planned,
@@ -32,18 +28,16 @@ from ...face import (
     Row,
     RowFailure,
     RowSource,
-    Running,
     RunSummary,
     Seconds,
     TierLedger,
     WorkerRun,
-    WorkReport,
     errors,
     merge_summaries,
-    same_everywhere,
     stage,
 )
 from .leases import LeaseTable
+from .worker import JobFacts, LeasedRow, LoadOrder, LoadReport, WorkReport
 from .workers import Slot, Workers, open_workers
 
 # Crashes in a row, without an answer in between, after which a job stops: another worker would crash, too.
@@ -97,22 +91,18 @@ class Cluster:
         self._crashes = 0
         self._lacking = False
 
-    @property
-    def longest(self) -> int | None:
-        """Tokens of the longest sequence that every worker has memory for; None before the first job."""
-        return None if self.chosen is None else min(self.chosen.plan.kv_tokens, self.chosen.request.workload.longest)
-
     def plan(self, measured: Measured) -> Planned:
         """The job begins, as `Measured.plan` begins one here. Raises ClusterFailed, JobMismatch."""
         checked, workload = measured.checked, measured.size.shape()
-        if self.chosen is None or workload.longest > (self.longest or 0):
+        if self.chosen is None or workload.longest > min(
+            self.chosen.plan.kv_tokens, self.chosen.request.workload.longest
+        ):
             self.chosen, self._loading = None, False
             for slot in self.workers.slots:
                 slot.loaded = None
-            request = checked.request
-            settings, share = checked.claim.settings, self.workers.size.share
-            self._order = LoadOrder(settings, request.budgets, workload, request.experts, share)
-            self.workers.start(self._facts(measured))
+            request = replace(checked.request, settings=checked.claim.settings)
+            self._order = LoadOrder(request, workload, self.workers.size.share)
+            self.workers.start(checked.claim.facts)
             self._wait("starting workers", lambda: self.chosen is not None, self.workers.without_space)
         assert self.chosen is not None
         return measured.planned(self.chosen, self.chosen.plan, workload)
@@ -124,7 +114,8 @@ class Cluster:
         self.offsets = self.offsets or planned.session.key_offsets(checked.source.shape)
         # What "auto" became is settled now; attention is computed by what each machine has.
         least = min(planned.plan.kv_tokens, self._order.workload.longest)
-        self._order = replace(self._order, settings=checked.claim.settings, least_tokens=least, offsets=self.offsets)
+        request = replace(self._order.request, settings=checked.claim.settings)
+        self._order = replace(self._order, request=request, least_tokens=least, offsets=self.offsets)
         self._loading = True
         self._wait("loading on the workers", self._loaded)
         return ClusterJob(self, planned, time.perf_counter() - begun)
@@ -214,9 +205,6 @@ class Cluster:
         if self.job is not None:
             self.job.release(slot, crashed)
 
-    def _facts(self, measured: Measured) -> Mapping[str, object]:
-        return same_everywhere(measured.checked.claim.facts)
-
 
 class ClusterJob:
     """The executor of a job whose workers are loaded. `metrics` add up over all workers, dead ones too."""
@@ -265,9 +253,6 @@ class ClusterJob:
     @property
     def loss(self) -> Mapping[str, float]:
         return self._cluster.loss
-
-    def run(self) -> Running:
-        return Running(self)
 
     def passes(self, session: JobSession, rows: RowSource) -> Generator[None]:
         """Ends when every row of the source has its answer in the journal; a cluster without workers is waited for."""

@@ -12,9 +12,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from ...face import LoadReport, WorkerInfo, counted, stage
+from ...face import counted, stage
 from .actor import Refused, WorkerActor, post_mortem
 from .address import LOCAL, connect, import_ray
+from .worker import LoadReport, WorkerInfo
 
 # Ray takes seconds to start a process; after this time without a worker, a line says what is missing.
 PATIENCE_SECONDS = 20.0

@@ -295,7 +295,7 @@ def speed_findings(machine: Machine, torch: str) -> list[Finding]:
     # Those of single products, which people compare; the others are for predictions.
     found += [
         ok(f"{unit} rates", _rates({name: each for name, each in rates.items() if " " not in name}))
-        for unit, rates in _flop_rates(machine)
+        for unit, rates in (("CPU", machine.flop_s), ("GPU", machine.device_flop_s))
         if rates
     ]
     return [*found, check_age(machine, torch)]
@@ -395,10 +395,6 @@ def check_age(machine: Machine, torch: str, now: datetime | None = None) -> Find
 
 def not_measured() -> Finding:
     return warn("profile", "this machine (with this disk) was not measured yet", "moedge doctor")
-
-
-def _flop_rates(machine: Machine) -> tuple[tuple[str, FlopRates], ...]:
-    return (("CPU", machine.flop_s), ("GPU", machine.device_flop_s))
 
 
 def _rates(rates: FlopRates) -> str:

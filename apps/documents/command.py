@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Unpack
 import typer
 
 from ...cli.face import MODEL, ViewOptions, command, say, say_device
-from ...face import ExitCode, option, options
+from ...face import ExitCode, option
+from .options import DocumentJobOptions
 
 if TYPE_CHECKING:
     from .question import Question
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 FOLDER = Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder with the documents.")]
 
 
-class DocsCommand(options.DocumentJobOptions, ViewOptions, total=False):
+class DocsCommand(DocumentJobOptions, ViewOptions, total=False):
     """The options of `moedge docs`."""
 
     output: Annotated[

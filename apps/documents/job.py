@@ -170,13 +170,10 @@ class DocumentJob:
         log = EntryLog(self._paths.outputs.job, len(files))
         try:
             self.rounds.add(self._unasked(files, log, progress))
-            index = AtomicFile(self.index)
-            try:
+            with AtomicFile(self.index) as index:
                 for line in log.lines():
                     index.write(line)
                 index.publish()
-            finally:
-                index.discard()
             self._count(before)
         finally:
             log.close()
@@ -219,11 +216,10 @@ class DocumentJob:
     def publish(self, made_by: Mapping[str, Any]) -> None:
         """Writes OUT and the errors beside it. Raises OutputExists where something else has their names."""
         outputs = self._paths.outputs
-        out, errors = (
-            AtomicFile(outputs.out, self._paths.folder.unfinished("out")),
-            AtomicFile(outputs.errors, self._paths.folder.unfinished("errors")),
-        )
-        try:
+        with (
+            AtomicFile(outputs.out, self._paths.folder.unfinished("out")) as out,
+            AtomicFile(outputs.errors, self._paths.folder.unfinished("errors")) as errors,
+        ):
             failed = self._write(made_by, out, errors, is_table(outputs.out), mirror := self._mirror())
             hashes = {"out": file_sha256(outputs.out), "errors": file_sha256(outputs.errors)}
             refuse_foreign(self._paths, hashes)
@@ -241,18 +237,12 @@ class DocumentJob:
             if mirror is not None:
                 mirror.finish()
             outputs.partial.unlink(missing_ok=True)
-        finally:
-            out.discard()
-            errors.discard()
 
     def publish_partial(self, made_by: Mapping[str, Any]) -> None:
         """Writes what is finished under the partial name, always as JSON lines."""
-        partial = AtomicFile(self._paths.outputs.partial)
-        try:
+        with AtomicFile(self._paths.outputs.partial) as partial:
             self._write(made_by, partial, partial, table=False)
             partial.publish()
-        finally:
-            partial.discard()
 
     def finished_rows(self, made_by: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """The rows of the output that are finished, in their order; counts them in `totals`."""
@@ -297,8 +287,11 @@ class DocumentJob:
         except ValueError as error:
             return self._refused(found, "context_length_exceeded", str(error)), []
         if self._question.long is Long.ERROR and len(chunks) > 1:
-            message = f"it takes {len(chunks)} chunks; use --long map-reduce or split, or raise --chunk-tokens"
-            return self._refused(found, "document_too_long", message), []
+            return self._refused(
+                found,
+                "document_too_long",
+                f"it takes {len(chunks)} chunks; use --long map-reduce or split, or raise --chunk-tokens",
+            ), []
         spans = tuple((each.start, each.end, *(each.pages or (0, 0))) for each in chunks)
         entry = Entry(found.source, found.sha256, document_facts(found), spans, found.notes)
         tokens = self._tokens.prompt
@@ -354,7 +347,7 @@ class DocumentJob:
                 fields = schema_fields(self._question.schema)
                 formulas = not self._request.batch.csv_safe
                 write_table(
-                    self._paths.outputs.out.suffix, lambda: _lines(lines.hidden), fields, out, formulas=formulas
+                    self._paths.outputs.out.suffix, lambda: _lines(lines.hidden), fields, out.write, formulas=formulas
                 )
         finally:
             if table:

@@ -73,15 +73,13 @@ class Round:
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> int:
         """Returns their number; without any, nothing is written."""
-        file, count = AtomicFile(self.rows), 0
-        try:
+        count = 0
+        with AtomicFile(self.rows) as file:
             for row in rows:
                 file.write(json.dumps(row, separators=(",", ":")).encode() + b"\n")
                 count += 1
             if count:
                 file.publish()
-        finally:
-            file.discard()
         return count
 
 
@@ -101,26 +99,14 @@ class Rounds:
         """The one that says with what settings the others are answered."""
         return self.all[0] if self.all else None
 
-    @property
-    def unfinished(self) -> Round | None:
-        return next((each for each in self.all if not each.finished), None)
-
     def add(self, rows: Iterable[Mapping[str, Any]]) -> Round | None:
         """The next round, of these rows; None where there are none."""
-        made = self._next()
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        made = Round(self.all[-1].number + 1 if self.all else 1, self._folder)
         if not made.write(rows):
             return None
         self.all.append(made)
         return made
-
-    def new(self) -> Round:
-        """The next round, whose rows are still to be written."""
-        self.all.append(made := self._next())
-        return made
-
-    def _next(self) -> Round:
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return Round(self.all[-1].number + 1 if self.all else 1, self._folder)
 
     def answers(self) -> Answers:
         """Those of the rounds that are finished now, and those that a stopped one has so far."""
@@ -246,13 +232,9 @@ def read_entries(path: Path) -> Iterator[Entry]:
         return
     with path.open("rb") as file:
         for line in file:
-            yield _entry(line)
-
-
-def _entry(line: bytes) -> Entry:
-    found = json.loads(line)
-    chunks = tuple(tuple(each) for each in found.pop("chunks"))
-    return Entry(**{**found, "notes": tuple(found["notes"])}, chunks=chunks)
+            found = json.loads(line)
+            chunks = tuple(tuple(each) for each in found.pop("chunks"))
+            yield Entry(**{**found, "notes": tuple(found["notes"])}, chunks=chunks)
 
 
 class IndexedEntries:
@@ -307,19 +289,11 @@ class EntryLog:
         self._end += len(line)
 
     def lines(self) -> Iterator[bytes]:
-        """Of every document that was read."""
-        return (line for line in self.by_number() if line is not None)
-
-    def entries(self) -> Iterator[Entry]:
-        return map(_entry, self.lines())
-
-    def by_number(self) -> Iterator[bytes | None]:
-        """The line of every file; None of those that were not read."""
+        """The line of every document that was read, by number."""
         self._file.flush()
-        for begin in self._begins:
-            if begin:
-                self._file.seek(begin - 1)
-            yield self._file.readline() if begin else None
+        for begin in filter(None, self._begins):
+            self._file.seek(begin - 1)
+            yield self._file.readline()
 
     def close(self) -> None:
         self._file.close()

@@ -33,8 +33,8 @@ from ...face import (
     stage,
     write_atomically,
 )
-from ...face import options as kinds
 from .job import DocumentJob, FolderReport, Listed, Tokens, WholeFolder
+from .options import DocumentOptions
 from .question import Long, Question, make_question
 from .reader_process import ReadOptions
 from .request import DocumentPaths, DocumentsRequest, facts_digest, settle_question
@@ -236,14 +236,14 @@ class _Progress(BatchProgress, DocumentsObserver):
     """A bar for every round."""
 
 
-@option.with_options(kinds.DocumentOptions)
+@option.with_options(DocumentOptions)
 def run_documents(
     model: str | Path,
     folder: str | Path,
     output: str | Path,
     *,
     progress: bool = True,
-    **options: Unpack[kinds.DocumentOptions],
+    **options: Unpack[DocumentOptions],
 ) -> DocumentsEnded:
     """Answers a question about every file of `folder`: the same job as `moedge docs model folder -o output`.
 
@@ -255,7 +255,7 @@ def run_documents(
     Raises what the command exits with: SettingError, InputUnreadable, DoesNotFit, JobMismatch, OutputExists and others,
     all of them MoedgeErrors. Ctrl-C stops after the pass, keeps all answers, and raises KeyboardInterrupt.
     """
-    option.check(options, kinds.DocumentOptions)
+    option.check(options, DocumentOptions)
     reset_host_peak()
     ended = run_documents_job(documents_request(model, folder, output, options), _Progress(progress))
     from ...face import refuse_over_budget

@@ -5,14 +5,49 @@ What was not recorded stays empty. Torch-free, and nothing is written.
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
-from ...face import Counts, JobFolder, JobStatus, LoggedRun, OutputPaths, RoundsJob
+from ...face import Counts, JobFolder, JobStatus, OutputPaths, RoundsJob
 
 MOST_EXAMPLES = 3
 _SETTINGS = ("quant", "kv", "dtype", "attention", "compute", "deterministic", "temperature", "max_tokens", "seed")
+
+
+@dataclass(slots=True)
+class LoggedRun:
+    """One run of a job. `end` is empty where it was killed."""
+
+    begin: Mapping[str, Any]
+    samples: list[Mapping[str, Any]] = field(default_factory=list)
+    end: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_runs(path: Path) -> list[LoggedRun]:
+    """The runs in their order; a line that a kill cut off is left out."""
+    runs: list[LoggedRun] = []
+    for found in _records(path):
+        record = found.pop("record", None)
+        if record == "begin":
+            runs.append(LoggedRun(found))
+        elif runs and record == "sample":
+            runs[-1].samples.append(found)
+        elif runs and record == "end":
+            runs[-1].end = found
+    return runs
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            with suppress(ValueError):
+                found = json.loads(line)
+                if isinstance(found, dict):
+                    yield found
 
 
 class Example(NamedTuple):
@@ -63,7 +98,7 @@ class JobReport:
     def of_batch(cls, folder: JobFolder) -> Self:
         """Raises BadJournal, OtherVersion."""
         status = JobStatus.read(folder)
-        runs = status.runs
+        runs = read_runs(folder.runs)
         return cls(
             name=status.job_id,
             output=status.output,
@@ -85,7 +120,7 @@ class JobReport:
     def of_documents(cls, job: RoundsJob) -> Self:
         runs, before, done = list[LoggedRun](), list[int](), 0
         for each in job.rounds:
-            found = each.runs
+            found = read_runs(each.folder.runs)
             runs += found
             before += [done] * len(found)
             done += each.counts.rows

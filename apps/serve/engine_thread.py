@@ -173,7 +173,7 @@ class EngineThread:
         """One pass of the job and of all requests beside it."""
         try:
             if job.passes is None:
-                job.running = job.planned.load().run()
+                job.running = Running(job.planned.load())
                 job.passes = job.running.passes()
                 job.watcher.begun(job.running)
             next(job.passes)
@@ -181,7 +181,9 @@ class EngineThread:
             job.watcher.after_pass(job.running)
         except StopIteration:
             assert job.running is not None
-            self._end_job(engine)
+            self._job = None
+            # A job that a limit stopped leaves sequences behind.
+            engine.abort(lambda sequence: not sequence.interactive)
             job.ended.set_result((job.running, None))
         except BaseException as error:
             self._job, self.broken = None, engine.in_pass
@@ -189,11 +191,6 @@ class EngineThread:
             if self.broken:
                 raise
             engine.abort(lambda sequence: not sequence.interactive)
-
-    def _end_job(self, engine: Engine) -> None:
-        self._job = None
-        # A job that a limit stopped leaves sequences behind.
-        engine.abort(lambda sequence: not sequence.interactive)
 
     def _leave(self, error: BaseException | None) -> None:
         """Everyone who waits gets an answer."""

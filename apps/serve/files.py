@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -34,15 +34,6 @@ BATCH_OUTPUT = "batch_output"
 
 def new_id(prefix: str) -> str:
     return prefix + secrets.token_hex(12)
-
-
-class Identified(Protocol):
-    """What every record has."""
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def created_at(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +87,8 @@ class Upload:
             self._path.unlink(missing_ok=True)
 
 
-_Record = TypeVar("_Record", bound=Identified)
+# A dataclass with an `id` and a time `created_at`.
+_Record = TypeVar("_Record", bound=Any)
 
 
 def read_records(folder: Path, pattern: str, kind: type[_Record]) -> Iterator[_Record]:
@@ -104,7 +96,7 @@ def read_records(folder: Path, pattern: str, kind: type[_Record]) -> Iterator[_R
 
     One that cannot be read is set aside and named: the others must not wait for it.
     """
-    wanted = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    wanted = {field.name for field in fields(kind)}
     for path in sorted(folder.glob(pattern)):
         try:
             content = json.loads(path.read_bytes())
@@ -138,8 +130,11 @@ class FileStore:
         """The id of a file to come, and where to write it. Raises ApiError where there are too many."""
         with self._lock:
             if len(self._files) + len(self._uploads) >= self._limits.files:
-                message = f"{len(self._files):,} files are kept, and no more are allowed; delete some"
-                raise ApiError(429, message, code="too_many_files")
+                raise ApiError(
+                    429,
+                    f"{len(self._files):,} files are kept, and no more are allowed; delete some",
+                    code="too_many_files",
+                )
             file_id = new_id("file-")
             upload = Upload(self._folder / f"{file_id}.jsonl", self._limits.upload_nbytes, self._check_total)
             self._uploads.append(upload)
@@ -155,8 +150,12 @@ class FileStore:
             kept = sum(file.bytes for file in self._files.values() if file.purpose == BATCH)
             nbytes = kept + sum(upload.nbytes for upload in self._uploads)
         if nbytes > self._limits.stored_nbytes:
-            message = f"files would have {nbytes:,} bytes, and {self._limits.stored_nbytes:,} are allowed; delete some"
-            raise ApiError(507, message, param="file", code="insufficient_storage")
+            raise ApiError(
+                507,
+                f"files would have {nbytes:,} bytes, and {self._limits.stored_nbytes:,} are allowed; delete some",
+                param="file",
+                code="insufficient_storage",
+            )
 
     def keep(self, file_id: str, upload: Upload, filename: str) -> StoredFile:
         upload.sync()

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from moedge.runtime.settings.computing import settle
+from moedge.computing import settle
 
 # Before torch is imported: passes run as users' do.
 settle()

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 # How each waits for its threads is its own affair; moedge's choice is the one its command line makes.
 if __name__ == "__main__" and json.loads(sys.argv[1])["contender"] in ("moedge", "prepare"):
+    from moedge.computing import settle
     from moedge.offload.memory import return_memory
-    from moedge.runtime.settings.computing import settle
 
     settle()
     return_memory()

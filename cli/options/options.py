@@ -214,7 +214,7 @@ def _kwargs(text: str) -> str:
 
 def say_device(gpu_mem: str | int = "auto", wanted: bool = True) -> None:
     """Says on stderr which device computes under `--gpu-mem`: the first line of a command, before slow imports."""
-    from ...runtime.settings.computing import computing_line
+    from ...computing import computing_line
 
     line = computing_line(str(gpu_mem))
     if wanted:
@@ -224,6 +224,6 @@ def say_device(gpu_mem: str | int = "auto", wanted: bool = True) -> None:
 
 def say(text: str) -> None:
     """Prints to stderr at once, wrapped at spaces on a terminal. Raises OSError."""
-    from ...runtime.settings.formatting import fit
+    from ...formatting import fit
 
     print(fit(text, shutil.get_terminal_size().columns if sys.stderr.isatty() else None), file=sys.stderr, flush=True)

@@ -2,14 +2,16 @@
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from ...formatting import fit, formats_line, loss_line
 from ...offload.budget import gib
 from ...runtime.evaluation.check import CheckReport
-from ...runtime.settings.formatting import fit, formats_line, loss_line
 
 Point = Mapping[str, Any]
 
@@ -24,8 +26,8 @@ def print_bench(found: Mapping[str, Any]) -> None:
     table.add_column("sequences", no_wrap=True)
     for point in found["points"]:
         table.add_column(f"{point['sequences']:,}", justify="right", no_wrap=True)
-    for name, cell in _ROWS:
-        cells = [cell(point) for point in found["points"]]
+    for name, keys, show in _ROWS:
+        cells = [_cell(point, keys, show) for point in found["points"]]
         if any(cells):
             table.add_row(name, *(each or "-" for each in cells))
     console.print(table)
@@ -55,64 +57,35 @@ def _foot(found: Mapping[str, Any]) -> Iterator[str]:
         yield "machine not measured: no utilisation, and a prediction for a slow one; run `moedge doctor`"
 
 
-def _seconds(*keys: str) -> Callable[[Point], str]:
-    def shown(point: Point) -> str:
-        value = _at(point, keys)
-        return "" if value is None else f"{value * 1000:,.0f} ms" if value < 1 else f"{value:,.1f} s"
-
-    return shown
+def _seconds(value: float) -> str:
+    return f"{value * 1000:,.0f} ms" if value < 1 else f"{value:,.1f} s"
 
 
-def _rate(*keys: str) -> Callable[[Point], str]:
-    def shown(point: Point) -> str:
-        value = _at(point, keys)
-        return "" if value is None else f"{value:,.1f}"
-
-    return shown
+def _megabytes(nbytes: float) -> str:
+    return f"{nbytes / 1e6:,.1f} MB" if nbytes else ""
 
 
-def _bytes(*keys: str) -> Callable[[Point], str]:
-    def shown(point: Point) -> str:
-        value = _at(point, keys)
-        return f"{value / 1e6:,.1f} MB" if value else ""
-
-    return shown
+def _cell(point: Point, keys: tuple[str, ...], show: Callable[[Any], str]) -> str:
+    value = reduce(getitem, keys, point)
+    return "" if value is None else show(value)
 
 
-def _share(*keys: str) -> Callable[[Point], str]:
-    def shown(point: Point) -> str:
-        value = _at(point, keys)
-        return "" if value is None else f"{value:.0%}"
-
-    return shown
-
-
-def _bottleneck(point: Point) -> str:
-    return str(point["predicted"]["bottleneck"] or "")
-
-
-def _at(point: Point, keys: tuple[str, ...]) -> Any:
-    value: Any = point
-    for key in keys:
-        value = value[key]
-    return value
-
-
-_ROWS: tuple[tuple[str, Callable[[Point], str]], ...] = (
-    ("TTFT p50", _seconds("latency", "ttft_s", "p50")),
-    ("TTFT p95", _seconds("latency", "ttft_s", "p95")),
-    ("TPOT p50", _seconds("latency", "tpot_s", "p50")),
-    ("TPOT p95", _seconds("latency", "tpot_s", "p95")),
-    ("prompt tok/s", _rate("throughput", "prompt_tok_s")),
-    ("  predicted", _rate("predicted", "prompt_tok_s")),
-    ("generated tok/s", _rate("throughput", "generated_tok_s")),
-    ("  predicted", _rate("predicted", "generated_tok_s")),
-    ("disk per token", _bytes("bytes", "disk_per_token")),
-    ("  utilisation", _share("utilisation", "disk")),
-    ("PCIe per token", _bytes("bytes", "device_per_token")),
-    ("  utilisation", _share("utilisation", "link")),
-    ("compute utilisation", _share("utilisation", "compute")),
-    ("bottleneck, predicted", _bottleneck),
+# Names, the keys that lead to a value in a point, and how it is written.
+_ROWS: tuple[tuple[str, tuple[str, ...], Callable[[Any], str]], ...] = (
+    ("TTFT p50", ("latency", "ttft_s", "p50"), _seconds),
+    ("TTFT p95", ("latency", "ttft_s", "p95"), _seconds),
+    ("TPOT p50", ("latency", "tpot_s", "p50"), _seconds),
+    ("TPOT p95", ("latency", "tpot_s", "p95"), _seconds),
+    ("prompt tok/s", ("throughput", "prompt_tok_s"), "{:,.1f}".format),
+    ("  predicted", ("predicted", "prompt_tok_s"), "{:,.1f}".format),
+    ("generated tok/s", ("throughput", "generated_tok_s"), "{:,.1f}".format),
+    ("  predicted", ("predicted", "generated_tok_s"), "{:,.1f}".format),
+    ("disk per token", ("bytes", "disk_per_token"), _megabytes),
+    ("  utilisation", ("utilisation", "disk"), "{:.0%}".format),
+    ("PCIe per token", ("bytes", "device_per_token"), _megabytes),
+    ("  utilisation", ("utilisation", "link"), "{:.0%}".format),
+    ("compute utilisation", ("utilisation", "compute"), "{:.0%}".format),
+    ("bottleneck, predicted", ("predicted", "bottleneck"), str),
 )
 
 

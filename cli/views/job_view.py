@@ -12,28 +12,27 @@ from rich.console import Console
 from rich.table import Table
 
 from ...batch import JobObserver, run_job
+from ...formatting import duration, kernel_lines, loss_line
 from ...offload.budget import gib
 from ...offload.errors import ExitCode
-from ...runtime.jobs.answer_stream import AnswerStream, is_kept
-from ...runtime.jobs.eta import Eta
+from ...runtime.jobs.answer_stream import AnswerStream
 from ...runtime.jobs.request import BatchRequest
 from ...runtime.jobs.session import CANCELLED, Checked, Ended
 from ...runtime.rows.row import ErrorCode
 from ...runtime.settings.errors import counted
-from ...runtime.settings.formatting import duration, kernel_lines, loss_line
 from ...runtime.settings.stages import watching
 from ...runtime.shape.shards import bits_lost
 from ..options.signals import Stopped, StopSignals
+from ..options.stdout import is_kept
+from .eta import Eta, Work
 from .progress import (
     BarProgress,
     BarStages,
     EventProgress,
     Events,
-    NoProgress,
-    NoStages,
     PlainProgress,
     PlainStages,
-    ProgressView,
+    Progress,
     SafeStream,
     say,
 )
@@ -110,16 +109,9 @@ def _details(summary: RunSummary) -> list[tuple[str, str]]:
 
 def prefix_cache(summary: RunSummary) -> str:
     """`480 of 700 prompt tokens reused (69%)`."""
-    return _reused(summary.kv.prefix_hit_tokens or 0, _computed(summary))
-
-
-def _computed(summary: RunSummary) -> int:
-    """Prompt tokens that this run computed; `tokens.prompt` counts those of finished rows, over all runs of the job."""
-    return round((summary.throughput.prompt_tok_s or 0) * (summary.seconds.generate or 0))
-
-
-def _reused(hits: int, computed: int) -> str:
-    total = hits + computed
+    hits = summary.kv.prefix_hit_tokens or 0
+    # With what this run computed; `tokens.prompt` counts prompts of finished rows, over all runs of the job.
+    total = hits + round((summary.throughput.prompt_tok_s or 0) * (summary.seconds.generate or 0))
     share = f" ({hits / total:.0%})" if total else ""
     return f"{hits:,} of {counted(total, 'prompt token')} reused{share}"
 
@@ -162,7 +154,7 @@ class JobView(JobObserver):
         self._style = "none" if quiet or as_json else progress
         self._events = Events(as_json)
         self._signals = StopSignals()
-        self._bar: ProgressView = NoProgress()
+        self._bar = Progress()
         self._eta: Eta | None = None
         self._num_rows = self._said = self._ram_nbytes = 0
 
@@ -221,7 +213,7 @@ class JobView(JobObserver):
 
     @contextmanager
     def running(self, running: Running) -> Iterator[None]:
-        self._eta = running.eta()
+        self._eta = Eta(Work.of(running))
         try:
             with self._progress(self._eta.total) as self._bar:
                 yield
@@ -296,11 +288,9 @@ class JobView(JobObserver):
             self._events.emit("fallback", what=each.what, before=each.before, after=each.after, cause=each.cause)
         self._said = len(policy.applied)
 
-    def _stages(self) -> BarStages | PlainStages | NoStages:
-        style = self._shown
-        if style == "bar":
-            return BarStages(self._console)
-        return PlainStages(self._console) if style == "plain" else NoStages()
+    def _stages(self) -> BarStages | PlainStages | None:
+        makers = {"bar": BarStages, "plain": PlainStages}
+        return makers[self._shown](self._console) if self._shown in makers else None
 
     @property
     def _shown(self) -> str:
@@ -309,13 +299,12 @@ class JobView(JobObserver):
             return self._style
         return "bar" if self._console.is_terminal else "plain"
 
-    def _progress(self, total: int) -> ProgressView:
-        style = self._shown
+    def _progress(self, total: int) -> Progress:
         if self._events.wanted:
             return EventProgress(self._events)
-        if style == "bar":
+        if self._shown == "bar":
             return BarProgress(self._console, total, self._ram_nbytes)
-        return PlainProgress(self._console, self._ram_nbytes) if style == "plain" else NoProgress()
+        return PlainProgress(self._console, self._ram_nbytes) if self._shown == "plain" else Progress()
 
     def _conclude(self, ended: Ended) -> ExitCode:
         rows, paths = ended.summary.rows, ended.paths

@@ -8,8 +8,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from ...formatting import escape_controls
 from ...runtime.jobs.status import JobStatus, ListedJob, RoundsJob
-from ...runtime.settings.formatting import escape_controls
 
 # For scripts that read the table, which has as many lines as there are jobs.
 _WIDE = 1000

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import Any, Protocol, Self, TextIO
+from typing import Any, Self, TextIO
 
 from rich.console import Console
 from rich.progress import (
@@ -26,11 +26,11 @@ from rich.progress import Progress as RichProgress
 from rich.table import Column, Table
 from rich.text import Text
 
+from ...formatting import clock, duration, fit, short_duration
 from ...offload.budget import gib
-from ...runtime.jobs.eta import Eta
 from ...runtime.settings.errors import counted
-from ...runtime.settings.formatting import clock, duration, fit, short_duration
 from ...runtime.settings.stages import Advance, Stage
+from .eta import Eta
 
 
 class SafeStream:
@@ -92,49 +92,38 @@ PLAIN_INTERVAL_S = 10.0
 EVENT_INTERVAL_S = 1.0
 
 
-class ProgressView(Protocol):
-    """A context manager that is shown the eta after every pass."""
+class Progress:
+    """A context that is shown the eta after every pass, and prints it at most every `interval_s` seconds; this one
+    prints nothing."""
 
-    def show(self, eta: Eta) -> None: ...
+    interval_s = 0.0
 
-    def __enter__(self) -> Self: ...
+    def __init__(self) -> None:
+        self._shown = time.monotonic()
 
-    def __exit__(self, *error: object) -> None: ...
-
-
-class NoProgress:
     def show(self, eta: Eta) -> None:
-        pass
+        now = time.monotonic()
+        if now - self._shown >= self.interval_s:
+            self._shown = now
+            self.print(eta)
+
+    def print(self, eta: Eta) -> None:
+        """Nothing here."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        pass
+        """Nothing here."""
 
 
-class SeldomProgress(NoProgress):
-    """Shows progress at most every `interval_s` seconds."""
-
-    def __init__(self, interval_s: float) -> None:
-        self._interval_s = interval_s
-        self._shown = time.monotonic()
-
-    def show(self, eta: Eta) -> None:
-        now = time.monotonic()
-        if now - self._shown >= self._interval_s:
-            self._shown = now
-            self.print(eta)
-
-    def print(self, eta: Eta) -> None:
-        raise NotImplementedError
-
-
-class PlainProgress(SeldomProgress):
+class PlainProgress(Progress):
     """For logs: a line every ten seconds."""
 
+    interval_s = PLAIN_INTERVAL_S
+
     def __init__(self, console: Console, ram_nbytes: int) -> None:
-        super().__init__(PLAIN_INTERVAL_S)
+        super().__init__()
         self._console = console
         self._ram_nbytes = ram_nbytes
         self._left = SmoothedLeft()
@@ -147,11 +136,13 @@ class PlainProgress(SeldomProgress):
         say(self._console, plain_line(eta, self._left.of(eta), self._ram_nbytes))
 
 
-class EventProgress(SeldomProgress):
+class EventProgress(Progress):
     """For scripts: an event every second."""
 
+    interval_s = EVENT_INTERVAL_S
+
     def __init__(self, events: Events) -> None:
-        super().__init__(EVENT_INTERVAL_S)
+        super().__init__()
         self._events = events
 
     def print(self, eta: Eta) -> None:
@@ -232,13 +223,14 @@ def _field(name: str, min_width: int = 0) -> TextColumn:
     return TextColumn(f"{{task.fields[{name}]}}", markup=False, table_column=_one_line(min_width))
 
 
-class BarProgress:
+class BarProgress(Progress):
     """Per cent, rows done, failed, time left, tokens per second, memory and, if experts stream, their hit rate.
 
     `ram_nbytes` is the RAM budget.
     """
 
     def __init__(self, console: Console, total: int, ram_nbytes: int) -> None:
+        super().__init__()
         self._ram_nbytes = ram_nbytes
         self._left = SmoothedLeft()
         ranked = [
@@ -252,17 +244,10 @@ class BarProgress:
             (7, BarColumn(bar_width=None)),
         ]
         self._progress = FittingProgress(ranked, console)
-        starting: dict[str, Any] = {
-            "percent": "",
-            "failed": "",
-            "left": "",
-            "rate": "starting",
-            "memory": "",
-            "experts": "",
-        }
-        self._task = self._progress.add_task("", total=total, **starting)
+        starting: dict[str, Any] = dict.fromkeys(("percent", "failed", "left", "memory", "experts"), "")
+        self._task = self._progress.add_task("", total=total, **starting, rate="starting")
 
-    def show(self, eta: Eta) -> None:
+    def print(self, eta: Eta) -> None:
         fields: dict[str, Any] = {**facts(eta, self._left.of(eta), self._ram_nbytes)}
         self._progress.update(self._task, completed=eta.done, total=eta.total, **fields)
 
@@ -337,14 +322,6 @@ def plain_line(eta: Eta, seconds_left: float | None, ram_nbytes: int) -> str:
         shown["left"] += f", ready {clock(seconds_left)}"
     rows = shown.pop("percent").strip(), f"{eta.done:,}/{eta.total:,} rows"
     return "  ".join(text for text in (*rows, *shown.values()) if text)
-
-
-class NoStages:
-    """Shows nothing."""
-
-    @contextmanager
-    def stage(self, stage: Stage) -> Iterator[Advance]:
-        yield lambda nbytes: None
 
 
 class BarStages:
@@ -429,8 +406,6 @@ def _stage_line(stage: Stage, done: int, seconds: float) -> str:
     return f"{stage.doing}: {gib(done)} of {gib(total)}, {gib(rate)}/s{left}"
 
 
-def stages_on(console: Console, shown: bool = True) -> NoStages | BarStages | PlainStages:
+def stages_on(console: Console) -> BarStages | PlainStages:
     """The watcher of stages that suits a console."""
-    if not shown:
-        return NoStages()
     return BarStages(console) if console.is_terminal else PlainStages(console)

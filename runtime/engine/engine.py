@@ -33,17 +33,6 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor
 
 
-class PendingMasks:
-    """Masks that are being made; without any masked row they are there at once."""
-
-    def __init__(self, future: Future[TokenMasks] | None) -> None:
-        self._future = future
-
-    def result(self) -> TokenMasks | None:
-        """Waits for what is missing; call it when the logits are there."""
-        return self._future.result() if self._future is not None else None
-
-
 class MaskThread:
     """One thread that hands grammars to llguidance, which computes outside of Python's lock, beside the model."""
 
@@ -52,19 +41,22 @@ class MaskThread:
         self._executor: LLExecutor | None = None
         self._bits = torch.empty(0, dtype=torch.int32)
 
-    def begin(self, sequences: Items[Sequence]) -> PendingMasks:
-        """Starts on the masks of those sequences, one per row of the pass, that follow a grammar."""
+    def begin(self, sequences: Items[Sequence]) -> Future[TokenMasks] | None:
+        """Starts on the masks of those sequences, one per row of the pass, that follow a grammar; None without any.
+
+        Wait for them when the logits are there.
+        """
         masked = [
             (row, sequence.grammar, sequence.begin_id)
             for row, sequence in enumerate(sequences)
             if sequence.grammar is not None and sequence.masked
         ]
         if not masked:
-            return PendingMasks(None)
+            return None
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
         rows, states, allowed = zip(*masked, strict=True)
-        return PendingMasks(self._thread.submit(self._compute, list(rows), states, allowed))
+        return self._thread.submit(self._compute, list(rows), states, allowed)
 
     def close(self) -> None:
         if self._thread is not None:
@@ -313,7 +305,8 @@ class Engine:
         masks = self._masks.begin(batch.sampling)
         logits = self.model.forward(batch)
         drawn, scored = logits[: len(batch.sampling)], logits[len(batch.sampling) :]
-        sampled = self.sampler.sample(drawn, [_draw(sequence) for sequence in batch.sampling], masks.result())
+        draws = [_draw(sequence) for sequence in batch.sampling]
+        sampled = self.sampler.sample(drawn, draws, None if masks is None else masks.result())
         return replace(sampled, scores=self._score(scored, batch)) if batch.scoring else sampled
 
     def _score(self, logits: torch.Tensor, batch: Batch) -> tuple[TokenLogprob | None, ...]:

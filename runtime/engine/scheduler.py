@@ -256,8 +256,8 @@ class Scheduler:
 
     def _run(self, sequences: list[Sequence]) -> None:
         """Interactive ones before all others, each kind in order of age."""
-        interactive = bool(sequences) and sequences[0].interactive
-        index = bisect_left(self.running, True, key=_yields) if interactive else len(self.running)
+        first = bool(sequences) and sequences[0].interactive
+        index = bisect_left(self.running, True, key=lambda each: not each.interactive) if first else len(self.running)
         self.running[index:index] = sequences
 
     def _count_opened(self, sequence: Sequence) -> None:
@@ -296,10 +296,6 @@ def _slots(sequence: Sequence) -> int:
 def _longest(sequence: Sequence) -> int:
     """Tokens that it and its forks hold at most."""
     return sum(each.max_tokens for each in (sequence, *sequence.forks))
-
-
-def _yields(sequence: Sequence) -> bool:
-    return not sequence.interactive
 
 
 @dataclass(slots=True)

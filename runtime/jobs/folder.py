@@ -211,8 +211,7 @@ def regular_input(path: Path, folder: JobFolder) -> Path:
         return path
     if sys.stdin.isatty():
         raise InputUnreadable("standard input is a terminal; give a file, or pipe one in")
-    file = AtomicFile(folder.input)
-    try:
+    with AtomicFile(folder.input) as file:
         with open_input(path) as raw:
             while data := raw.read(_CHUNK_NBYTES):
                 file.write(data)
@@ -224,8 +223,6 @@ def regular_input(path: Path, folder: JobFolder) -> Path:
                 "the rows from the pipe differ from those that this job was started with; pipe in the same rows, use "
                 "`moedge jobs resume`, or start over with --overwrite"
             )
-    finally:
-        file.discard()
     return folder.input
 
 
@@ -242,12 +239,9 @@ def json_lines(path: Path, kind: InputFormat, folder: JobFolder) -> Path:
         return folder.rows
     # First: a kill between the two must not leave the mark of one file beside the rows of another.
     folder.rows_of.unlink(missing_ok=True)
-    file = AtomicFile(folder.rows)
-    try:
+    with AtomicFile(folder.rows) as file:
         convert(path, kind, file, "standard input" if path == folder.input else None)
         file.publish()
-    finally:
-        file.discard()
     write_atomically(folder.rows_of, made_of.encode())
     return folder.rows
 

@@ -31,7 +31,6 @@ from ..text.tokenizer import Tokenizer
 from ..weights.key_offsets import KeyOffsets
 from .answer_stream import AnswerStream, partial_file
 from .encode import JobSize, RowEncoder, TokenSpool, measure
-from .eta import Eta, Work
 from .folder import now_text, seekable
 from .job_plan import as_rehearsed, remember, with_workload
 from .journal.run_log import RunLog
@@ -139,27 +138,23 @@ class Planned:
         source, request = checked.source, checked.request
         if (given := checked.given) is not None:
             given.engine.start_counting()
-            return Loaded(self, given, 0.0, given.longest, self.chosen.prediction)
+            return Loaded(self, given, 0.0, self.chosen.prediction)
         offsets = self.session.key_offsets(source.shape)
         tokenizer, planned = self.measured.tokenizer, (self.memory, self.chosen)
         model = load_model(source, tokenizer, planned, request.budgets, request.experts, offsets)
         checked.resources.callback(model.engine.close)
         plan, shown = model.policy.plan, profile_model(model, self.workload)
         seconds = time.perf_counter() - begun
-        return Loaded(self, model, seconds, plan.kv_tokens, as_rehearsed(self.chosen, plan, shown))
+        return Loaded(self, model, seconds, as_rehearsed(self.chosen, plan, shown))
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The engine of `model` is ready for the first pass.
-
-    Sequences of more than `longest` tokens are refused. `prediction` is what to expect of the rows.
-    """
+    """The engine of `model` is ready for the first pass; `prediction` is what to expect of the rows."""
 
     planned: Planned
     model: LoadedModel
     load_seconds: float
-    longest: int
     prediction: Prediction
 
     @property
@@ -200,15 +195,10 @@ class Loaded:
     def expert_use(self) -> list[list[int]] | None:
         return expert_use(self.engine)
 
-    def run(self) -> Running:
-        return Running(self)
-
     def passes(self, session: JobSession, rows: RowSource) -> Generator[None]:
-        measured = self.planned.measured
-        shape = measured.checked.source.shape
-        encoder = RowEncoder(measured.tokenizer, shape.vocab, shape.context, self.longest, spool=measured.spool)
-        answers = self.planned.answers
-        runner, heap = RowRunner(self.engine.engine, encoder, answers, session.journal, rows), Heap()
+        measured, claim, heap = self.planned.measured, session.claim, Heap()
+        named = claim.model_name, claim.created
+        runner = RowRunner.of(self.model, measured.tokenizer, named, session.journal, rows, measured.spool)
 
         def work() -> int:
             return self.metrics.passes + session.journal.state.counts.rows
@@ -219,10 +209,11 @@ class Loaded:
                 yield
 
     def summary(self, counts: Counts, seconds: Seconds) -> RunSummary:
-        source, chosen = self.planned.measured.checked.source, self.planned.chosen
-        found = summarise(source, chosen, self.engine, counts, seconds, self.policy)
-        found.bytes.written = 0 if self.planned.measured.checked.given else self.model.nbytes_written
-        remember(chosen, source, self.metrics, (self.load_seconds, seconds.generate or 0), self.engine.ledger)
+        checked, chosen = self.planned.measured.checked, self.planned.chosen
+        found = summarise(self.model, chosen, counts, seconds)
+        found.bytes.written = 0 if checked.given else self.model.nbytes_written
+        took = self.load_seconds, seconds.generate or 0
+        remember(chosen, checked.source, self.metrics, took, self.engine.ledger)
         return found
 
 
@@ -230,21 +221,24 @@ class Executor(Protocol):
     """What computes the rows of a job: the engine of a `Loaded`, or workers elsewhere. Its rates are of all of them."""
 
     @property
-    def planned(self) -> Planned: ...
+    def planned(self) -> Planned:
+        """The state that it was loaded from."""
 
     @property
     def policy(self) -> FallbackPolicy:
         """What memory made of the plan, with every fallback so far."""
 
     @property
-    def load_seconds(self) -> float: ...
+    def load_seconds(self) -> float:
+        """How long loading took."""
 
     @property
     def prediction(self) -> Prediction:
         """What to expect of the rows, as far as it is known after loading."""
 
     @property
-    def metrics(self) -> Metrics: ...
+    def metrics(self) -> Metrics:
+        """The counters of its passes so far."""
 
     @property
     def num_workers(self) -> int | None:
@@ -263,18 +257,18 @@ class Executor(Protocol):
         """What weights lost that were packed again, by group."""
 
     @property
-    def over_budget(self) -> tuple[TierLedger, ...]: ...
+    def over_budget(self) -> tuple[TierLedger, ...]:
+        """Tiers that used more memory than their budgets."""
 
     @property
     def expert_use(self) -> list[list[int]] | None:
         """How many tokens chose each expert, for each layer with experts; None where it is not known."""
 
-    def run(self) -> Running: ...
-
     def passes(self, session: JobSession, rows: RowSource) -> Generator[None]:
         """Computes all rows, and writes their answers into the journal; between two passes its counters are current."""
 
-    def summary(self, counts: Counts, seconds: Seconds) -> RunSummary: ...
+    def summary(self, counts: Counts, seconds: Seconds) -> RunSummary:
+        """The numbers of the run at its end."""
 
 
 class Running:
@@ -283,12 +277,12 @@ class Running:
     def __init__(self, loaded: Executor) -> None:
         """The rows are those of the input file that have no answer."""
         self._loaded = loaded
-        self._planned = loaded.planned
+        self.planned = loaded.planned
         self._checked = loaded.planned.measured.checked
         self.session = loaded.planned.session
         self.policy = loaded.policy
         self.stopped_because: str | None = None
-        measured, claim = self._planned.measured, self._checked.claim
+        measured, claim = self.planned.measured, self._checked.claim
         invalid = set(self._checked.preflight.bad_rows).intersection(claim.rows_to_run())
         self._rows = FileRows(
             self.session.journal.state, measured.file, measured.order, _failures(claim, invalid), claim.cut
@@ -299,12 +293,6 @@ class Running:
     @property
     def metrics(self) -> Metrics:
         return self._loaded.metrics
-
-    def eta(self) -> Eta:
-        """The estimate of the remaining time; update it after every pass."""
-        workload, plan, done = self._planned.workload, self._planned.plan, self._checked.claim.num_done
-        prompt, generated = workload.prompt_tokens or 0, workload.generated_tokens or 0
-        return Eta(Work(self.num_rows, done, prompt, generated, plan.tokens_per_pass))
 
     @property
     def num_rows(self) -> int:
@@ -361,7 +349,7 @@ class Running:
         return file
 
     def _beginning(self) -> dict[str, Any]:
-        counts, predicted = self.session.journal.state.counts, self._planned.chosen.prediction
+        counts, predicted = self.session.journal.state.counts, self.planned.chosen.prediction
         return {
             "at": now_text(),
             "rows": self.num_rows,
@@ -369,7 +357,7 @@ class Running:
             "load_s": self._loaded.load_seconds,
             "predicted_tok_s": predicted.generated_tok_s,
             "predicted_s": predicted.seconds,
-            "ram_budget": self._planned.memory.budget.host_nbytes,
+            "ram_budget": self.planned.memory.budget.host_nbytes,
         }
 
     def _sample(self) -> dict[str, Any]:

@@ -90,12 +90,18 @@ class OpenModel:
             self._engines = resources.enter_context(ExitStack())
             self._resources = resources.pop_all()
 
+    def plan(self, settings: Settings, budgets: Budgets, workload: Workload) -> PlanResult:
+        """The plan by which `load` would load. Raises DoesNotFit, SettingError, BadSize."""
+        _, chosen = plan_model(self.source, settings, budgets, workload)
+        return chosen
+
     def load(
         self,
         settings: Settings,
         budgets: Budgets,
         workload: Workload,
         experts: ExpertOptions = DEFAULTS,
+        key_offsets: KeyOffsets | None = None,
     ) -> LoadedModel:
         """Plans for `workload` and loads. The peak of host memory counts from here.
 
@@ -103,7 +109,7 @@ class OpenModel:
         """
         reset_host_peak()
         planned = plan_model(self.source, settings, budgets, workload)
-        loaded = load_model(self.source, self.tokenizer, planned, budgets, experts)
+        loaded = load_model(self.source, self.tokenizer, planned, budgets, experts, key_offsets)
         self._engines.callback(loaded.engine.close)
         return loaded
 

@@ -11,11 +11,11 @@ import io
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from hashlib import file_digest, sha256
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ...offload.atomic_file import AtomicFile, own_name
 from ..rows.answer_formats import ANSWER_KEYS
@@ -49,8 +49,8 @@ Lines = Callable[[], Iterable[str]]
 Record = dict[str, Any]
 
 
-class Sink(Protocol):
-    def write(self, data: bytes) -> object: ...
+# What takes the bytes of a file.
+Sink = Callable[[bytes], object]
 
 
 def is_table(out: Path) -> bool:
@@ -162,8 +162,8 @@ def _write_csv(table: Table, sink: Sink, cell: Callable[[Any], str]) -> None:
     for record in table.records():
         writer.writerow([cell(record.get(name)) for name in table.kinds])
         if buffer.tell() > 1 << 16:
-            sink.write(_taken(buffer))
-    sink.write(_taken(buffer))
+            sink(_taken(buffer))
+    sink(_taken(buffer))
 
 
 def _taken(buffer: io.StringIO) -> bytes:
@@ -235,7 +235,7 @@ class _File(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         view = bytes(data)
-        self._sink.write(view)
+        self._sink(view)
         self._nbytes += len(view)
         return len(view)
 
@@ -319,19 +319,12 @@ def check_folder(folder: Path, model_path: str | os.PathLike[str] | None = None)
         raise OutputRefused(f"the folder {folder} belongs to the model; write the output elsewhere")
 
 
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """sha256 (hex) of what was written; `errors` is None where no row failed."""
-
-    out: str | None
-    errors: str | None
-
-
-def export(journal: Journal, folder: JobFolder, paths: OutputPaths) -> Exported:
+def export(journal: Journal, folder: JobFolder, paths: OutputPaths) -> None:
     """Publishes OUT, and the error file if a row failed. Raises OutputExists where something else has their names."""
-    answered = _HashedFile(paths.out, folder.unfinished("out"))
-    failed = _HashedFile(paths.errors, folder.unfinished("errors"))
-    try:
+    with (
+        _HashedFile(paths.out, folder.unfinished("out")) as answered,
+        _HashedFile(paths.errors, folder.unfinished("errors")) as failed,
+    ):
         table = is_table(paths.out)
         for done in read_answers(folder.journal, journal.state):
             if done.failed:
@@ -339,75 +332,65 @@ def export(journal: Journal, folder: JobFolder, paths: OutputPaths) -> Exported:
             elif not table:
                 answered.write_line(done.line)
         if table:
-            _write_table(paths.out, folder.journal, journal.state, answered)
-        exported = Exported(answered.sha256, failed.sha256 if failed.nbytes else None)
-        before = Exported(**_hashes(journal.state.exported))
-        _refuse_foreign(paths.out, {exported.out, before.out})
-        _refuse_foreign(paths.errors, {exported.errors, before.errors})
-        if exported.errors is not None:
+            _write_table(paths.out, folder.journal, journal.state, answered.write)
+        exported = {"out": answered.sha256, "errors": failed.sha256 if failed.nbytes else None}
+        _refuse_foreign(paths, exported, _hashes(journal.state))
+        if failed.nbytes:
             failed.publish()
         else:
             paths.errors.unlink(missing_ok=True)
         # OUT last: whoever sees it can rely on the errors being there too.
         answered.publish()
         paths.partial.unlink(missing_ok=True)
-    finally:
-        answered.discard()
-        failed.discard()
-    journal.exported(**asdict(exported), at=now_text())
-    return exported
+    journal.exported(**exported, at=now_text())
 
 
-def _write_table(out: Path, journal: Path, state: JobState, file: Sink) -> None:
+def _write_table(out: Path, journal: Path, state: JobState, sink: Sink) -> None:
     request = state.opened["request"]
     fields, formulas = schema_fields(request["defaults"].get("schema")), not request.get("csv_safe", False)
 
     def lines() -> Iterator[str]:
         return (done.line for done in read_answers(journal, state))
 
-    write_table(out.suffix, lines, fields, file, formulas=formulas)
+    write_table(out.suffix, lines, fields, sink, formulas=formulas)
 
 
 def export_partial(journal: Path, state: JobState, target: Path) -> None:
     """Every row that is finished, answered or failed, in one file, which is a table where its name says so."""
-    file = AtomicFile(target, own_name(target))
-    try:
+    with AtomicFile(target, own_name(target)) as file:
         if is_table(target):
-            _write_table(target, journal, state, file)
+            _write_table(target, journal, state, file.write)
         else:
             for done in read_answers(journal, state):
                 file.write(done.line.encode("ascii") + b"\n")
         file.publish()
-    finally:
-        file.discard()
 
 
 def is_exported(state: JobState, paths: OutputPaths) -> bool:
     """Whether the output files are unchanged since the job wrote them."""
     if not (state.finished and state.export_is_current):
         return False
-    wanted = Exported(**_hashes(state.exported))
-    return file_sha256(paths.out) == wanted.out and file_sha256(paths.errors) == wanted.errors
+    return {"out": file_sha256(paths.out), "errors": file_sha256(paths.errors)} == _hashes(state)
 
 
 def refuse_foreign_outputs(state: JobState, paths: OutputPaths) -> None:
     """Raises OutputExists for an output that is not what the job wrote last."""
-    before = Exported(**_hashes(state.exported))
-    _refuse_foreign(paths.out, {before.out})
-    _refuse_foreign(paths.errors, {before.errors})
+    _refuse_foreign(paths, _hashes(state))
 
 
-def _hashes(record: Any) -> dict[str, str | None]:
-    return {name: (record or {}).get(name) for name in ("out", "errors")}
+def _hashes(state: JobState) -> dict[str, str | None]:
+    """sha256 (hex) of what was written last, by file; None where nothing was."""
+    return {name: (state.exported or {}).get(name) for name in ("out", "errors")}
 
 
-def _refuse_foreign(path: Path, own: set[str | None]) -> None:
-    # A dangling link counts: renaming over it would destroy it.
-    if os.path.lexists(path) and file_sha256(path) not in own - {None}:
-        raise OutputExists(
-            f"{path} exists and is not what this job wrote; move it away, then start the same command again. "
-            "No answer is lost"
-        )
+def _refuse_foreign(paths: OutputPaths, *own: Mapping[str, str | None]) -> None:
+    for name, path in (("out", paths.out), ("errors", paths.errors)):
+        # A dangling link counts: renaming over it would destroy it.
+        if os.path.lexists(path) and file_sha256(path) not in {each[name] for each in own} - {None}:
+            raise OutputExists(
+                f"{path} exists and is not what this job wrote; move it away, then start the same command again. "
+                "No answer is lost"
+            )
 
 
 def file_sha256(path: Path) -> str | None:
@@ -418,10 +401,10 @@ def file_sha256(path: Path) -> str | None:
         return file_digest(file, sha256).hexdigest()
 
 
-class _HashedFile:
+class _HashedFile(AtomicFile):
     def __init__(self, path: Path, hidden: Path) -> None:
+        super().__init__(path, hidden)
         self.nbytes = 0
-        self._file = AtomicFile(path, hidden)
         self._digest = sha256()
 
     @property
@@ -434,10 +417,4 @@ class _HashedFile:
     def write(self, data: bytes) -> None:
         self.nbytes += len(data)
         self._digest.update(data)
-        self._file.write(data)
-
-    def publish(self) -> None:
-        self._file.publish()
-
-    def discard(self) -> None:
-        self._file.discard()
+        super().write(data)

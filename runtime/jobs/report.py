@@ -9,13 +9,11 @@ from typing import Any
 from ...moe.streaming_mode import RouterLatency
 from ...moe.streaming_order import Forecast as ExpertForecast
 from ..engine.engine import Metrics, quantiles
-from ..loading.engine_loader import LoadedEngine
-from ..plan.fallback import FallbackPolicy
+from ..loading.engine_loader import LoadedEngine, LoadedModel
 from ..plan.memory_ledger import MemoryLedger
 from ..plan.placement import Plan
 from ..plan.planner import PlanResult
 from ..shape.shards import ITEM_NBYTES
-from ..source.model_source import ModelSource
 from .journal.state import Counts
 from .summary import (
     KV,
@@ -91,15 +89,9 @@ def _forecast(forecast: ExpertForecast, latency: RouterLatency) -> Forecast:
     )
 
 
-def summarise(
-    source: ModelSource,
-    planned: PlanResult,
-    loaded: LoadedEngine,
-    counts: Counts,
-    seconds: Seconds,
-    policy: FallbackPolicy,
-) -> RunSummary:
-    """The summary of a run that ended with `policy.plan`."""
+def summarise(model: LoadedModel, planned: PlanResult, counts: Counts, seconds: Seconds) -> RunSummary:
+    """The summary of a run that ended with the plan of `model.policy`."""
+    source, policy, loaded = model.source, model.policy, model.engine
     plan, metrics, shape, streamed = policy.plan, loaded.engine.metrics, source.shape, loaded.streamed
     return RunSummary(
         version=version("moedge"),

@@ -228,14 +228,15 @@ def _brief(value: Any) -> str:
 _MOST_SHOWN = 80
 
 
+def model_facts(source: ModelSource) -> dict[str, str]:
+    """What must be the same wherever rows of a job are computed: the model, its tokenizer and what computes it."""
+    versions = ", ".join(f"{name} {version(name)}" for name in _LIBRARIES)
+    return {"model": _model(source), "tokenizer": _text(source.folder), "versions": versions}
+
+
 def identity(source: ModelSource, defaults: Defaults, lenient: bool) -> Identity:
     """Reads headers and small files of the model, no weights."""
-    facts: dict[str, Any] = {
-        "model": _model(source),
-        "tokenizer": _text(source.folder),
-        "versions": ", ".join(f"{name} {version(name)}" for name in _LIBRARIES),
-        "lenient": lenient,
-    }
+    facts: dict[str, Any] = {**model_facts(source), "lenient": lenient}
     for name, value in asdict(defaults).items():
         facts[name] = list(value) if isinstance(value, tuple) else value
     return Identity(facts, Path(source.name).name)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import astuple, dataclass, field, replace
+from datetime import datetime
 from itertools import islice
 from typing import Any, Protocol, Self
 
@@ -22,7 +23,8 @@ from ..sampling.params import FinishReason, TokenLogprob
 from ..text.chat_stream import ChatStream
 from ..text.messages import FunctionCall, split_calls
 from ..text.stream import TextStream
-from .encode import Choices, RowEncoder
+from ..text.tokenizer import Tokenizer
+from .encode import Choices, KnownIds, RowEncoder
 from .journal.journal import CutRows
 from .journal.state import CutChoice, Done, JobState
 
@@ -194,6 +196,18 @@ class RowRunner:
         self._journal = journal
         self._source = source
         self._open: dict[Sequence, OpenRow] = {}
+
+    @classmethod
+    def of(
+        cls, model: LoadedModel, tokenizer: Tokenizer, named: tuple[str, datetime], journal: AnswerLog,
+        source: RowSource, spool: KnownIds,
+    ) -> Self:  # fmt: skip
+        """On the engine of `model`; `named` are the name of the model and the job's begin, which answers carry, and
+        `tokenizer` has that date, too."""
+        shape, (name, created) = model.source.shape, named
+        encoder = RowEncoder(tokenizer, shape.vocab, shape.context, model.longest, spool=spool)
+        answers = Answers(name, int(created.timestamp()), tokenizer.token_text)
+        return cls(model.engine.engine, encoder, answers, journal, source)
 
     @property
     def open_rows(self) -> set[int]:

@@ -19,7 +19,6 @@ from ..settings.applications import hooks
 from ..settings.errors import JobInUse, JobMismatch, JobNotFound, OutputExists, counted
 from .folder import JobFolder, JobLock, is_locked, now_text
 from .journal.journal import Journal, Repaired, read_answer, repair
-from .journal.run_log import LoggedRun, read_runs
 from .journal.state import FINISHED, Counts, Done, JobState, read_state
 from .outputs import OutputPaths, check_folder, export_partial
 
@@ -71,11 +70,6 @@ class JobStatus:
     @property
     def job_id(self) -> str:
         return str(self.state.opened["id"])
-
-    @property
-    def runs(self) -> list[LoggedRun]:
-        """What was logged of the runs of the job, in their order."""
-        return read_runs(self.folder.runs)
 
     def failures(self, most: int) -> Iterator[tuple[str, int, list[Done]]]:
         """(code, how many rows failed with it, the first `most` of them)."""

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from ...moe.expected_rows import padded_rows, wanted_by
 from ...offload.machine.presets import SHARED_HEADS, TORCH_ATTENTION, sampling_s
@@ -99,21 +99,16 @@ class _LayerKind:
         return max(widths, default=max((each.cols for each in self.dense), default=0))
 
 
-class _Formats(Protocol):
-    """The factors of the speed of a pass, except its size: plans and candidates have them."""
+@dataclass(frozen=True, slots=True)
+class _CandidateFormats:
+    """The factors of the speed of a candidate's passes, except their size, by the names that a plan has for them."""
 
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def quant(self) -> str: ...
-    @property
-    def compute(self) -> str: ...
-    @property
-    def kv(self) -> str: ...
-    @property
-    def kv_block(self) -> int: ...
-    @property
-    def grouped_experts(self) -> bool: ...
+    dtype: str
+    quant: str
+    compute: str
+    kv: str
+    kv_block: int
+    grouped_experts: bool
 
 
 class _ModelWork:
@@ -177,7 +172,13 @@ class _ComputeCosts:
     """
 
     def __init__(
-        self, model: _ModelWork, formats: _Formats, rates: Rates, *, fused: bool, on_device: bool = False
+        self,
+        model: _ModelWork,
+        formats: Plan | _CandidateFormats,
+        rates: Rates,
+        *,
+        fused: bool,
+        on_device: bool = False,
     ) -> None:
         self._on_device = on_device
         self._shape = model.shape
@@ -352,12 +353,8 @@ class Prediction:
         return asdict(self)
 
 
-@dataclass(frozen=True, slots=True)
-class _Phase:
-    """`passes` equal passes."""
-
-    passes: float
-    load: _PassLoad
+# How many equal passes, and what each of them has.
+_Phase = tuple[float, _PassLoad]
 
 
 def _predict(model: _ModelWork, plan: Plan, job: Workload, rates: Rates, factors: Mapping[str, float]) -> Prediction:
@@ -365,8 +362,7 @@ def _predict(model: _ModelWork, plan: Plan, job: Workload, rates: Rates, factors
     specs = tuple(KVSpec(group, plan.kv, plan.kv_block) for group in model.shape.kv_groups)
     most = min(plan.max_sequences, plan.tokens_per_pass)
     live = _live_sequences(specs, plan.kv_blocks, most, job, plan.tokens_per_pass)
-    phases = list(_phases(job, live, plan.tokens_per_pass))
-    costed = [(phase.passes, costs.cost(phase.load)) for phase in phases]
+    costed = [(passes, costs.cost(load)) for passes, load in _phases(job, live, plan.tokens_per_pass)]
     busy: dict[str, float] = {
         name: sum(passes * _seconds(cost, name, factors) for passes, cost in costed) for name in RESOURCES
     }
@@ -424,7 +420,7 @@ def _phases(job: Workload, live: float, tokens_per_pass: int) -> Iterator[_Phase
         yield from _round(job, rest, tokens_per_pass, 1)
     last = rest if rest >= 1 else live
     ending = min(_passes_with_prompts(job, last, tokens_per_pass), job.mean_generated)
-    yield _Phase(ending, _decoding(job, max(1.0, last / 2)))
+    yield ending, _decoding(job, max(1.0, last / 2))
 
 
 def _round(job: Workload, live: float, tokens_per_pass: int, times: int, beginning: bool = False) -> Iterator[_Phase]:
@@ -434,9 +430,9 @@ def _round(job: Workload, live: float, tokens_per_pass: int, times: int, beginni
     prompts = live * job.mean_prompt / filling
     chunk, back = min(job.mean_prompt, prompts), job.mean_prompt / 2
     load = _PassLoad(riding, prompts, chunk, live / filling, _mean_context(job), back)
-    yield _Phase(times * filling, load)
+    yield times * filling, load
     if decoding:
-        yield _Phase(times * decoding, _decoding(job, live))
+        yield times * decoding, _decoding(job, live)
 
 
 def _passes_with_prompts(job: Workload, live: float, tokens_per_pass: int) -> float:
@@ -456,7 +452,7 @@ def _mean_context(job: Workload) -> float:
 
 
 def _seconds(cost: _PassCost, name: str, factors: Mapping[str, float]) -> float:
-    seconds = {"disk": cost.disk_s, "link": cost.link_s, "compute": cost.compute_s, "host": cost.host_s}[name]
+    seconds: float = getattr(cost, f"{name}_s")
     return seconds * factors.get(name, 1.0)
 
 
@@ -467,18 +463,6 @@ def _pass_seconds(cost: _PassCost, factors: Mapping[str, float]) -> float:
 
 def _bottleneck(cost: _PassCost, factors: Mapping[str, float]) -> Resource:
     return max(RESOURCES, key=lambda name: _seconds(cost, name, factors))
-
-
-@dataclass(frozen=True, slots=True)
-class _CandidateFormats:
-    """The formats of a candidate, by the names that a plan has for them."""
-
-    dtype: str
-    quant: str
-    compute: str
-    kv: str
-    kv_block: int
-    grouped_experts: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -582,8 +566,8 @@ class CostModel:
             work = self._work(weights.quant, weights.dtype, weights.shards)
             costs = _ComputeCosts(work, formats, self.rates, fused=fused, on_device=weights.on_device)
             self._passes[key] = [
-                _Passes(phase.passes, *costs.seconds(phase.load), work.least_wanted(phase.load.tokens))
-                for phase in _phases(workload, live, candidate.tokens_per_pass)
+                _Passes(passes, *costs.seconds(load), work.least_wanted(load.tokens))
+                for passes, load in _phases(workload, live, candidate.tokens_per_pass)
             ]
         return self._passes[key]
 

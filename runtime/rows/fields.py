@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any, Protocol, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 from ..sampling.grammar import ANY_OBJECT, AnswerForm, Lark, SchemaError, compile_schema
 from ..sampling.params import LIMITS, Limit
@@ -25,34 +25,27 @@ MAX_STOP = 16
 MAX_TOKEN_ID = (1 << 31) - 1
 
 
-class Check(Protocol):
-    def __call__(self, value: Any, param: str) -> Any: ...
+# Takes a value and the name of its field, and returns what it accepts. Raises InvalidRow.
+Check = Callable[[Any, str], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    limit: Limit
-
-    def __call__(self, value: Any, param: str) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise wrong_type(value, param, "a number")
-        if value not in self.limit:
-            raise wrong_value(value, param, str(self.limit))
-        return float(value)
-
-
-@dataclass(frozen=True, slots=True)
-class Integer:
-    """A whole number; 3.0 is one too, because tables of numbers are often written so."""
+    """A number within limits. A whole one may be written as 3.0, because tables of numbers often are."""
 
     limit: Limit
+    whole: bool = False
 
-    def __call__(self, value: Any, param: str) -> int:
-        if isinstance(value, bool) or not (isinstance(value, int) or (isinstance(value, float) and value.is_integer())):
-            raise wrong_type(value, param, "a whole number")
+    def __call__(self, value: Any, param: str) -> Any:
+        if type(value) not in (int, float) or (self.whole and isinstance(value, float) and not value.is_integer()):
+            raise wrong_type(value, param, "a whole number" if self.whole else "a number")
         if value not in self.limit:
             raise wrong_value(value, param, str(self.limit))
-        return int(value)
+        return int(value) if self.whole else float(value)
+
+
+def whole(limit: Limit) -> Number:
+    return Number(limit, whole=True)
 
 
 def flag(value: Any, param: str) -> bool:
@@ -65,7 +58,8 @@ def prompt_logprobs(value: Any, param: str) -> int | None:
     """True asks for those of the prompt's own tokens, a number for that many alternatives to each."""
     if isinstance(value, bool):
         return 0 if value else None
-    return Integer(LIMITS["prompt_logprobs"])(value, param)
+    found: int = whole(LIMITS["prompt_logprobs"])(value, param)
+    return found
 
 
 def text(value: Any, param: str) -> str:
@@ -251,7 +245,17 @@ def structured_outputs(value: Any, param: str) -> AnswerForm | None:
     if len(given) != 1:
         raise wrong_value(value, param, f"an object with exactly one of {', '.join(_FORMS)}")
     ((name, form),) = given.items()
-    return _READ_FORM[name](form, f"{param}.{name}")
+    where = f"{param}.{name}"
+    match name:
+        case "json":
+            return _json_form(form, where)
+        case "json_object":
+            return ANY_OBJECT if flag(form, where) else None
+        case "choice":
+            return _choice(form, where)
+    if not text(form, where):
+        raise wrong_value(form, where, "not empty")
+    return Lark.of_regex(form) if name == "regex" else Lark(form)
 
 
 def _json_form(value: Any, param: str) -> str:
@@ -266,39 +270,12 @@ def _json_form(value: Any, param: str) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-def _any_object(value: Any, param: str) -> str | None:
-    return ANY_OBJECT if flag(value, param) else None
-
-
-def _regex(value: Any, param: str) -> Lark:
-    return Lark.of_regex(_some_text(value, param))
-
-
-def _grammar(value: Any, param: str) -> Lark:
-    return Lark(_some_text(value, param))
-
-
 def _choice(value: Any, param: str) -> Lark:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise wrong_type(value, param, "a list of strings")
     if not value or "" in value:
         raise wrong_value(value, param, "at least one string, none of them empty")
     return Lark.of_choice(value)
-
-
-def _some_text(value: Any, param: str) -> str:
-    if not text(value, param):
-        raise wrong_value(value, param, "not empty")
-    return str(value)
-
-
-_READ_FORM: Mapping[str, Callable[[Any, str], AnswerForm | None]] = {
-    "json": _json_form,
-    "json_object": _any_object,
-    "regex": _regex,
-    "choice": _choice,
-    "grammar": _grammar,
-}
 
 
 def invalid_schema(schema: AnswerForm, error: SchemaError | str) -> InvalidRow:
@@ -371,26 +348,26 @@ FIELDS: Mapping[str, Mapping[Endpoint, Check]] = {
     "messages": {CHAT: messages, SHORT: messages},
     "prompt": {COMPLETION: prompts, SHORT: prompts},
     "model": {CHAT: text, COMPLETION: text},
-    "max_tokens": _everywhere(Integer(LIMITS["max_tokens"])),
-    "max_completion_tokens": {CHAT: Integer(LIMITS["max_tokens"])},
+    "max_tokens": _everywhere(whole(LIMITS["max_tokens"])),
+    "max_completion_tokens": {CHAT: whole(LIMITS["max_tokens"])},
     "temperature": _everywhere(Number(LIMITS["temperature"])),
     "top_p": _everywhere(Number(LIMITS["top_p"])),
-    "top_k": _everywhere(Integer(TOP_K)),
+    "top_k": _everywhere(whole(TOP_K)),
     "min_p": _everywhere(Number(LIMITS["min_p"])),
     "repetition_penalty": _everywhere(Number(LIMITS["repetition_penalty"])),
     "presence_penalty": _everywhere(Number(LIMITS["presence_penalty"])),
     "frequency_penalty": _everywhere(Number(LIMITS["frequency_penalty"])),
-    "seed": _everywhere(Integer(LIMITS["seed"])),
+    "seed": _everywhere(whole(LIMITS["seed"])),
     "stop": _everywhere(stop_strings),
     "stop_token_ids": _everywhere(token_ids),
     "ignore_eos": _everywhere(flag),
-    "n": _everywhere(Integer(NUM_SAMPLES)),
-    "logprobs": {CHAT: flag, COMPLETION: Integer(LIMITS["logprobs"])},
-    "top_logprobs": {CHAT: Integer(LIMITS["logprobs"])},
+    "n": _everywhere(whole(NUM_SAMPLES)),
+    "logprobs": {CHAT: flag, COMPLETION: whole(LIMITS["logprobs"])},
+    "top_logprobs": {CHAT: whole(LIMITS["logprobs"])},
     "prompt_logprobs": _everywhere(prompt_logprobs),
-    "logprob_start_len": _everywhere(Integer(LIMITS["logprob_start_len"])),
+    "logprob_start_len": _everywhere(whole(LIMITS["logprob_start_len"])),
     "logit_bias": _everywhere(logit_bias),
-    "min_tokens": _everywhere(Integer(LIMITS["min_tokens"])),
+    "min_tokens": _everywhere(whole(LIMITS["min_tokens"])),
     "response_format": _everywhere(response_format),
     "structured_outputs": _everywhere(structured_outputs),
     "tools": {CHAT: tools, SHORT: tools},
@@ -398,8 +375,8 @@ FIELDS: Mapping[str, Mapping[Endpoint, Check]] = {
     "chat_template_kwargs": {CHAT: chat_template_kwargs, SHORT: chat_template_kwargs},
     "reasoning_effort": {CHAT: reasoning_effort, SHORT: reasoning_effort},
     "max_thinking_tokens": {
-        CHAT: Integer(LIMITS["max_thinking_tokens"]),
-        SHORT: Integer(LIMITS["max_thinking_tokens"]),
+        CHAT: whole(LIMITS["max_thinking_tokens"]),
+        SHORT: whole(LIMITS["max_thinking_tokens"]),
     },
     "return_token_ids": _everywhere(flag),
 }

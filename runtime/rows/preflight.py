@@ -25,11 +25,6 @@ class Problems:
     total: int
     first: tuple[RowFailure, ...]
 
-    @property
-    def more(self) -> int:
-        """How many are not among the first."""
-        return self.total - len(self.first)
-
     def lines(self, unit: str) -> Iterator[str]:
         yield from (located(failure, unit) for failure in self.first)
 

@@ -357,13 +357,6 @@ class LineParser:
         values = parse_again(content)
         return self._row(values, self._position(values, RowPosition(index, number, line_id(number))))
 
-    def first_time(self, content: bytes, index: int, number: int) -> Row | RowFailure:
-        """The same for a row that `parse` never had; its id is not compared with those of others."""
-        try:
-            return self.again(content, index, number)
-        except InvalidRow as error:
-            return self._located(error.failure, RowPosition(index, number, line_id(number)))
-
     def end_badly(self, failure: RowFailure) -> RowFailure:
         """The failure of the file as a whole, behind the rows that were read."""
         return self._located(failure, RowPosition(self._num_rows, 0, line_id(0)))
@@ -403,13 +396,6 @@ class RowFile:
 
     def row(self, index: int) -> Row:
         """A row without a fault. Raises InputChanged where its line is not what it was when the file was first read."""
-        return self._parser.again(self._content(index), index, self.index.line_number(index))
-
-    def new_row(self, index: int) -> Row | RowFailure:
-        """A row that was added to the file, and to the index, since the file was first read. Raises InputChanged."""
-        return self._parser.first_time(self._content(index), index, self.index.line_number(index))
-
-    def _content(self, index: int) -> bytes:
         offset, nbytes = self.index.span(index)
         self._file.seek(self._begin + offset)
         content = self._file.read(nbytes)
@@ -419,4 +405,4 @@ class RowFile:
                 f"line {number} of the input was changed while the job ran; restore the file, "
                 "then run the same command again"
             )
-        return content
+        return self._parser.again(content, index, number)

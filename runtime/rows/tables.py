@@ -10,7 +10,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import StrEnum
@@ -325,10 +325,6 @@ class _Array:
         return bool(text) or self._more()
 
 
-def _array(stream: Stream) -> Iterator[bytes]:
-    return iter(_Array(stream))
-
-
 def _parquet(raw: BufferedReader) -> Iterator[bytes]:
     """By row groups, of which a few rows at a time are Python objects."""
     parquet, arrow = import_parquet()
@@ -390,8 +386,8 @@ def _jsonable(value: Any) -> Any:
     return str(value) if isinstance(value, timedelta | Decimal) else value
 
 
-_READERS: dict[InputFormat, Callable[[Any], Iterator[bytes]]] = {
-    InputFormat.JSON: _array,
+_READERS: dict[InputFormat, Callable[[Any], Iterable[bytes]]] = {
+    InputFormat.JSON: _Array,
     InputFormat.CSV: _separated(","),
     InputFormat.TSV: _separated("\t"),
     InputFormat.PARQUET: _parquet,

@@ -4,7 +4,7 @@ Code that works opens a `stage` and calls `advance` on it; it knows nobody who w
 with `watching`. Without a watcher, a stage costs nothing. A stage within another one is part of it and is not reported.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -23,10 +23,8 @@ class Stage:
     announcement: str = ""
 
 
-class Advance(Protocol):
-    """Called with the bytes done since the last call."""
-
-    def __call__(self, nbytes: int, /) -> None: ...
+# Called with the bytes done since the last call.
+Advance = Callable[[int], None]
 
 
 class Watcher(Protocol):
@@ -52,10 +50,8 @@ def watching(watcher: Watcher | None) -> Iterator[None]:
 def stage(doing: str, nbytes: int | None = None, announcement: str = "") -> Iterator[Advance]:
     """Reports the work of the context to the watcher of this thread."""
     watcher = _WATCHER.get()
-    shown = nullcontext(_ignore) if watcher is None else watcher.stage(Stage(doing, nbytes, announcement))
+    shown: AbstractContextManager[Advance] = (
+        nullcontext(lambda nbytes: None) if watcher is None else watcher.stage(Stage(doing, nbytes, announcement))
+    )
     with shown as advance, watching(None):
         yield advance
-
-
-def _ignore(nbytes: int, /) -> None:
-    pass

@@ -15,6 +15,7 @@ import pytest
 
 from moedge import LLM, run_batch, run_documents
 from moedge import plan as plan_of
+from moedge.apps.documents.options import DocumentOptions
 from moedge.batch import batch_request
 from moedge.cli import jobs
 from moedge.cli.batch import batch
@@ -22,7 +23,7 @@ from moedge.cli.plan import plan
 from moedge.runtime.jobs.job import Running
 from moedge.runtime.settings.errors import BadArgument, JobMismatch, OverBudget
 from moedge.runtime.settings.option import options_of
-from moedge.runtime.settings.options import BatchOptions, DocumentOptions, LLMOptions, PlanOptions
+from moedge.runtime.settings.options import BatchOptions, LLMOptions, PlanOptions
 
 # What a command prints, and where; a caller has the objects themselves.
 PRESENTATION = {"summary", "progress", "output_format", "quiet", "explain", "as_json", "save", "job_dir", "verbose"}

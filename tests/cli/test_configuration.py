@@ -18,14 +18,13 @@ from hypothesis import strategies as st
 from typer import Context
 from typer.main import get_command
 
-from moedge import generation
+from moedge import computing, generation
 from moedge.cli.main import app
 from moedge.cli.options import configured_command
 from moedge.cli.options.configured_command import ConfigError, configured_commands, read_entries
 from moedge.cli.views import job_view
 from moedge.offload.store import stores
 from moedge.runtime.jobs.request import BatchRequest
-from moedge.runtime.settings import computing
 
 Cli = Callable[..., int]
 COMMANDS = configured_commands(get_command(app))

@@ -1,4 +1,4 @@
-"""What the command line settles before torch is loaded (`cli/main.py`, `runtime/settings/computing.py`), seen in a
+"""What the command line settles before torch is loaded (`cli/main.py`, `api/computing.py`), seen in a
 process of its own.
 """
 
@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from moedge.cli import main
+from moedge.computing import ALLOCATOR, ALLOCATOR_VARIABLES, DESCRIPTORS, PRIMITIVES, settle
 from moedge.offload import memory
-from moedge.runtime.settings.computing import ALLOCATOR, ALLOCATOR_VARIABLES, DESCRIPTORS, PRIMITIVES, settle
 
 MODES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 CODE = """
-from moedge.runtime.settings.computing import settle
+from moedge.computing import settle
 settle()
 import torch
 buffer = torch.empty(64 << 20, dtype=torch.uint8).fill_(1)
@@ -38,7 +38,7 @@ def large_pages(**environment: str) -> int:
 
 # As many products as a job meets in a few hundred passes: bf16 rows, each time another number of them.
 PRODUCTS = """
-from moedge.runtime.settings.computing import settle
+from moedge.computing import settle
 settle()
 import ctypes
 import torch

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from moedge import plan_report
+from moedge import computing, plan_report
 from moedge.apps.doctor import examination
 from moedge.apps.doctor.examination import Examination
 from moedge.apps.doctor.host import (
@@ -33,7 +33,8 @@ from moedge.apps.doctor.host import (
     speed_findings,
 )
 from moedge.cli import check as cli_check
-from moedge.cli.views import jobs_view, progress
+from moedge.cli.views import job_view, jobs_view, progress
+from moedge.computing import TorchBuild
 from moedge.offload.machine.hardware import Driver
 from moedge.offload.machine.profile import PinLimit, save_machine
 from moedge.runtime.evaluation.check import CheckReport
@@ -54,8 +55,6 @@ from moedge.runtime.jobs.summary import (
     TierMemory,
     summarise_rows,
 )
-from moedge.runtime.settings import computing
-from moedge.runtime.settings.computing import TorchBuild
 from moedge.runtime.settings.errors import MemoryGaveOut
 from support import recorded_machine
 from support.jobs import fake_engine
@@ -228,13 +227,13 @@ def job(shown: Shown, ctrl_c: CtrlC, monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
     monkeypatch.setattr(lifecycle, "load_engine", load_engine)
     monkeypatch.setattr(lifecycle, "plan_job", lambda *_, **__: result)
-    monkeypatch.setattr(states, "summarise", lambda source, chosen, loaded, counts, *_: measured(counts))
+    monkeypatch.setattr(states, "summarise", lambda model, planned, counts, *_: measured(counts))
     monkeypatch.setattr(lifecycle, "open_memory", lambda *_: memory)
     monkeypatch.setattr(states, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     monkeypatch.setattr(sessions, "blake2b", lambda *_, **__: SimpleNamespace(hexdigest=lambda: "7f3a91c0"))
     monkeypatch.setattr(job_plan, "find_hardware", lambda folder: RECORDED.hardware)
     monkeypatch.setattr(progress, "facts", lambda *_: FACTS)
-    monkeypatch.setattr(states.Running, "eta", lambda running: StillEta())
+    monkeypatch.setattr(job_view, "Eta", lambda work: StillEta())
     return tmp_path
 
 
@@ -350,7 +349,7 @@ def test_a_job_that_runs_fits_terminals_of_every_width(
     screens = {}
     for width in WIDTHS:
         eta, moments = MovingEta(), []
-        monkeypatch.setattr(states.Running, "eta", lambda running, eta=eta: eta)
+        monkeypatch.setattr(job_view, "Eta", lambda work, eta=eta: eta)
         monkeypatch.setattr(progress, "SmoothedLeft", lambda eta=eta: REAL_SMOOTHED(eta))
 
         def show_now(bar: Any, eta: Any) -> None:

@@ -1,11 +1,11 @@
-"""Characters that steer a terminal are made visible; ordinary text is unchanged (`runtime/settings/formatting.py`)."""
+"""Characters that steer a terminal are made visible; ordinary text is unchanged (`api/formatting.py`)."""
 
 import unicodedata
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moedge.runtime.settings.formatting import escape_controls
+from moedge.formatting import escape_controls
 
 quiet = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

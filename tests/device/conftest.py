@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from moedge.computing import ALLOCATOR, ALLOCATOR_VARIABLES
 from moedge.runtime.loading.prepare import prepare
-from moedge.runtime.settings.computing import ALLOCATOR, ALLOCATOR_VARIABLES
 from moedge.runtime.settings.settings import Budgets
 from moedge.runtime.source.model_source import open_source
 from support.device import expert_modes, fake_device

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from moedge import computing
 from moedge.runtime.jobs import job_plan
 from moedge.runtime.loading import machine_memory
-from moedge.runtime.settings import computing
 from support.row_files import read_rows, write_rows
 
 EXACT = ("--dtype", "fp32", "--quant", "none", "--deterministic", "-q", "--tokens-per-pass", "64")

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.nn import functional
 
+from moedge.computing import ALLOCATOR_VARIABLES
 from moedge.offload.device import HostMemory
 from moedge.offload.errors import is_out_of_memory
-from moedge.runtime.settings.computing import ALLOCATOR_VARIABLES
 
 MIB = 1 << 20
 PAGE = 4096

@@ -28,10 +28,11 @@ from moedge.runtime.loading.rehearsal import Rehearsed
 from moedge.runtime.loading.selftest import KernelNeeds
 from moedge.runtime.plan.cost_model import CostModel
 from moedge.runtime.plan.placement import Plan, Workload
-from moedge.runtime.plan.plan_file import document, load_plan
+from moedge.runtime.plan.plan_file import load_plan
 from moedge.runtime.plan.planner import PlanRequest, solve
 from moedge.runtime.settings.errors import SettingError
 from moedge.runtime.settings.settings import DeviceBudget, MemoryBudget, Settings
+from moedge.what_if import document
 from support.row_files import read_rows, write_rows
 
 AMPERE, TURING = (8, 6), (7, 5)

@@ -169,11 +169,11 @@ class Ballast:
 
     def drop(self) -> bool:
         """Frees the blocks; whether there were any."""
-        if self._path is None or not self._path.exists():
-            return False
         with suppress(OSError):
-            os.unlink(self._path)
-        return True
+            if self._path is not None:
+                os.unlink(self._path)
+                return True
+        return False
 
 
 class RecordFile:
@@ -208,27 +208,17 @@ class RecordFile:
             raise self._failed(full) from full
 
     def _write(self, lines: bytes) -> None:
+        position = 0
         try:
-            self._write_all(lines)
+            while position < len(lines):
+                position += os.pwrite(self._descriptor, lines[position:], self.end + position)
         except OSError as error:
             os.ftruncate(self._descriptor, self.end)
             if error.errno not in _DISK_FULL or not self.ballast.drop():
                 raise self._failed(error) from error
+            # Once more, with the blocks that the ballast had.
             self._full = error
-            self._retry_write(lines)
-
-    def _retry_write(self, lines: bytes) -> None:
-        """With the blocks that the ballast had."""
-        try:
-            self._write_all(lines)
-        except OSError as error:
-            os.ftruncate(self._descriptor, self.end)
-            raise self._failed(error) from error
-
-    def _write_all(self, lines: bytes) -> None:
-        position = 0
-        while position < len(lines):
-            position += os.pwrite(self._descriptor, lines[position:], self.end + position)
+            self._write(lines)
 
     def _failed(self, error: OSError) -> JournalFailed:
         return JournalFailed(
@@ -425,15 +415,11 @@ def repair(path: Path) -> Repaired:
     with path.open("rb") as file:
         lost = sum(1 for _ in file) - sum(1 for _ in salvage(file))
         last = _last_answers(file)
-        new = AtomicFile(path)
-        try:
+        with AtomicFile(path) as new:
             _write(new, _kept(file, last))
             damaged = path.with_suffix(".damaged")
             rename(path, damaged)
             new.publish()
-        except BaseException:
-            new.discard()
-            raise
     return Repaired(len(last), lost, damaged)
 
 

@@ -8,9 +8,8 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
@@ -54,40 +53,6 @@ class RunLog:
     def _append(self, record: RunRecord, facts: Mapping[str, Any]) -> None:
         with suppress(OSError), self._path.open("ab") as file:
             file.write(json.dumps({"record": record, **facts}, separators=(",", ":")).encode() + b"\n")
-
-
-@dataclass(slots=True)
-class LoggedRun:
-    """One run of a job. `end` is empty where it was killed."""
-
-    begin: Mapping[str, Any]
-    samples: list[Mapping[str, Any]] = field(default_factory=list)
-    end: Mapping[str, Any] = field(default_factory=dict)
-
-
-def read_runs(path: Path) -> list[LoggedRun]:
-    """The runs in their order; a line that a kill cut off is left out."""
-    runs: list[LoggedRun] = []
-    for found in _records(path):
-        record = found.pop("record", None)
-        if record == RunRecord.BEGIN:
-            runs.append(LoggedRun(found))
-        elif runs and record == RunRecord.SAMPLE:
-            runs[-1].samples.append(found)
-        elif runs and record == RunRecord.END:
-            runs[-1].end = found
-    return runs
-
-
-def _records(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        for line in file:
-            with suppress(ValueError):
-                found = json.loads(line)
-                if isinstance(found, dict):
-                    yield found
 
 
 # The variables whose values may be written into a file that is handed on: no key is among them.

@@ -421,7 +421,8 @@ class JobState:
         # Codes are shared strings.
         self._failed: dict[int, str] = {}
         self._cut = _Counted()
-        self._num_continued = 0
+        # Answers of cut rows that were replaced by their continuation.
+        self.num_continued = 0
 
     @property
     def num_rows(self) -> int:
@@ -447,11 +448,6 @@ class JobState:
         for row, code in sorted(self._failed.items()):
             found.setdefault(code, []).append((row, self._offsets[row]))
         return dict(sorted(found.items(), key=lambda each: -len(each[1])))
-
-    @property
-    def num_continued(self) -> int:
-        """Answers of cut rows that were replaced by their continuation."""
-        return self._num_continued
 
     def cut_rows(self, max_tokens: int) -> list[int]:
         """Cut rows that have a cut choice with fewer than `max_tokens` tokens."""
@@ -483,27 +479,29 @@ class JobState:
         kind = record.get("kind")
         if (kind == Kind.OPEN) is bool(self.opened):
             raise BadJournal(f"the journal has a record of kind {kind!r} at byte {offset}, where none is allowed")
-        if kind == Kind.OPEN:
-            self._open(record)
-        elif kind == Kind.START:
-            self._start(record)
-        elif kind == Kind.BEGIN:
-            self._started.update(record["rows"])
-        elif kind == Kind.STOP:
-            self.stopped = record
-            self._started.clear()
-        elif kind == Kind.RETRY:
-            self._retry(record["rows"])
-        elif kind == Kind.EXPORT:
-            self.exported, self.export_is_current = record, True
-        elif kind == Kind.CANCEL:
-            self.cancelled = record
-        elif kind == Kind.EXTEND:
-            self._extend(record)
-        else:
-            raise OtherVersion(
-                f"the journal was written by a newer moedge: this one knows no record of kind {kind!r}. {_NEWER_ADVICE}"
-            )
+        match kind:
+            case Kind.OPEN:
+                self._open(record)
+            case Kind.START:
+                self._start(record)
+            case Kind.BEGIN:
+                self._started.update(record["rows"])
+            case Kind.STOP:
+                self.stopped = record
+                self._started.clear()
+            case Kind.RETRY:
+                self._retry(record["rows"])
+            case Kind.EXPORT:
+                self.exported, self.export_is_current = record, True
+            case Kind.CANCEL:
+                self.cancelled = record
+            case Kind.EXTEND:
+                self._extend(record)
+            case _:
+                raise OtherVersion(
+                    f"the journal was written by a newer moedge: this one knows no record of kind {kind!r}. "
+                    f"{_NEWER_ADVICE}"
+                )
 
     def _open(self, record: Mapping[str, Any]) -> None:
         refuse_version(record)
@@ -553,7 +551,7 @@ class JobState:
         if (before := self._cut.pop(row)) is not None:
             self.counts.add(before, times=-1)
             self._failed.pop(row, None)
-            self._num_continued += 1
+            self.num_continued += 1
 
     def _extend(self, record: Mapping[str, Any]) -> None:
         """The input has grown at its end: from here on it is the one that the record describes."""

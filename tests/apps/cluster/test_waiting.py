@@ -11,8 +11,8 @@ import pytest
 
 from moedge.apps.cluster import workers as clusters
 from moedge.apps.cluster.job import Cluster
+from moedge.apps.cluster.worker import WorkerInfo
 from moedge.apps.cluster.workers import ClusterSize, Workers
-from moedge.runtime.jobs.worker import WorkerInfo
 from moedge.runtime.settings.stages import Advance, Stage, watching
 
 INFO = WorkerInfo("host:1", 1, "/nowhere", 0)

@@ -27,10 +27,10 @@ from moedge.apps.doctor.host import (
     gpu_state_findings,
     speed_findings,
 )
+from moedge.computing import TorchBuild, choose_computing, find_torch
 from moedge.offload.machine.hardware import Driver, GpuInfo, GpuState, Hardware, PcieLink, shows_gpu
 from moedge.offload.machine.profile import Disk, DiskRead, Link, Machine, PinLimit
 from moedge.offload.memory import MemoryGroup
-from moedge.runtime.settings.computing import TorchBuild, choose_computing, find_torch
 
 GIB = 1 << 30
 OK, WARN, FAIL = Verdict.OK, Verdict.WARN, Verdict.FAIL

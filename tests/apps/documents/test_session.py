@@ -24,7 +24,7 @@ import jsonschema
 import pyarrow.parquet
 import pytest
 
-from moedge import plan_report
+from moedge import computing, plan_report
 from moedge.apps.documents import view as documents_view
 from moedge.apps.documents.reader_process import ReaderProcess
 from moedge.apps.documents.readers.content import Content
@@ -32,6 +32,7 @@ from moedge.apps.documents.readers.read import read
 from moedge.apps.documents.status import find_rounds
 from moedge.apps.reports.job_report import JobReport
 from moedge.apps.reports.page import page
+from moedge.computing import TorchBuild
 from moedge.offload.machine.hardware import Driver
 from moedge.offload.machine.profile import save_machine
 from moedge.runtime.engine.sequence import FinishReason, Sequence
@@ -40,8 +41,6 @@ from moedge.runtime.jobs import job as states
 from moedge.runtime.jobs.journal.state import Counts
 from moedge.runtime.jobs.summary import KV, Memory, Passes, RunSummary, Seconds, Throughput, TierMemory, summarise_rows
 from moedge.runtime.plan.planner import PlanResult
-from moedge.runtime.settings import computing
-from moedge.runtime.settings.computing import TorchBuild
 from support import recorded_machine
 from support.document_folder import docx, encrypted_pdf, pdf
 from support.jobs import documents_oracle, fake_engine
@@ -134,7 +133,7 @@ def passes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hook:
     monkeypatch.setattr(fake_engine, "next_token", invoice)
     monkeypatch.setattr(lifecycle, "plan_job", lambda *_, **__: result)
     monkeypatch.setattr(job_plan, "with_workload", lambda chosen, plan, workload: replace(chosen, plan=plan))
-    monkeypatch.setattr(states, "summarise", lambda source, chosen, loaded, counts, *_: measured(counts))
+    monkeypatch.setattr(states, "summarise", lambda model, planned, counts, *_: measured(counts))
     monkeypatch.setattr(states.Running, "expert_hit_rate", 0.34)
     monkeypatch.setattr(lifecycle, "open_memory", lambda *_: SimpleNamespace(budget=result.request.budget, device=None))
     monkeypatch.setattr(job_plan, "find_hardware", lambda folder: RECORDED.hardware)

@@ -582,7 +582,7 @@ def test_a_job_runs_on_an_engine_that_somebody_else_loaded_and_keeps(
     for name in ("one", "two"):
         request = BatchRequest("fake", tmp_path / "in.jsonl", tmp_path / f"{name}.jsonl")
         with Checked.open(request, given) as checked:
-            running = states.Measured.of(checked).plan().load().run()
+            running = states.Running(states.Measured.of(checked).plan().load())
             for _ in running.passes():
                 pass
             assert running.end().finished
@@ -598,7 +598,7 @@ def test_an_engine_that_would_answer_otherwise_is_refused_for_a_job_that_was_beg
     given = fake.given_model(fake.FakeEngine(), lambda: None)
     request = BatchRequest("fake", tmp_path / "in.jsonl", tmp_path / "out.jsonl")
     with Checked.open(request, given) as checked:
-        assert states.Measured.of(checked).plan().load().run()
+        assert states.Running(states.Measured.of(checked).plan().load())
     given.policy.plan.quant = given.chosen.plan.quant = "nf4"
     with Checked.open(request, given) as checked, pytest.raises(JobMismatch, match=r"quant none -> nf4\."):
         states.Measured.of(checked).plan()

@@ -31,7 +31,7 @@ OWN = ["label", "big", "list", "flag", "metadata"]
 
 def written(suffix: str, lines: list[dict[str, Any]], schema: Any = None) -> bytes:
     sink = io.BytesIO()
-    write_table(suffix, lambda: map(json.dumps, lines), schema_fields(schema and json.dumps(schema)), sink)
+    write_table(suffix, lambda: map(json.dumps, lines), schema_fields(schema and json.dumps(schema)), sink.write)
     return sink.getvalue()
 
 
@@ -106,7 +106,7 @@ def test_no_cell_of_a_table_of_documents_is_a_formula(text: str, safe: str) -> N
     tables = []
     for formulas in (False, True):
         sink = io.BytesIO()
-        write_table(".csv", lambda: map(json.dumps, lines), None, sink, formulas=formulas)
+        write_table(".csv", lambda: map(json.dumps, lines), None, sink.write, formulas=formulas)
         tables.append(list(csv.reader(io.StringIO(sink.getvalue().decode(), newline=""))))
     (header, (name, found, *_)), (_, (_, kept, *_)) = tables
     assert (name, found, kept) == (safe, safe, text)

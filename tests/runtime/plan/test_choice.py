@@ -4,18 +4,18 @@ from dataclasses import replace
 
 import pytest
 
+from moedge.formatting import loss_line
 from moedge.offload.machine.profile import Overheads
 from moedge.quant.native import library
 from moedge.runtime.plan.cost_model import CostModel
 from moedge.runtime.plan.loading_cost import LoadingSpeeds, Prepared, loading_cost, store_nbytes
 from moedge.runtime.plan.placement import Workload
-from moedge.runtime.plan.plan_file import suggestions
 from moedge.runtime.plan.planner import PlanRequest, solve
 from moedge.runtime.plan.rates import Rates
 from moedge.runtime.settings.errors import DoesNotFit, SettingError
-from moedge.runtime.settings.formatting import loss_line
 from moedge.runtime.settings.settings import MemoryBudget, Settings
 from moedge.runtime.shape.shards import bits_lost, offered_formats
+from moedge.what_if import suggestions
 from support.known_shapes import plain_model
 
 GIB = 1 << 30

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from moedge.offload.machine.presets import PRESETS
-from moedge.runtime.plan.plan_file import by_budget
 from moedge.runtime.plan.planner import solve
 from moedge.runtime.settings.settings import Settings
+from moedge.what_if import by_budget
 from support.plans_page import CARDS, GIB, GOLDEN, HEAD, MODELS, PAGE, RAM, SHOWN, choice, kept, question, row
 
 KEPT: dict[str, dict[str, Any]] = json.loads(GOLDEN.read_text())

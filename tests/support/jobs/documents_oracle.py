@@ -53,7 +53,9 @@ class Stopper(api.DocumentsObserver):
 
 
 def for_rounds(chosen: Any, plan: Any, workload: Any) -> Any:
-    return SimpleNamespace(**vars(chosen) | {"request": SimpleNamespace(**vars(chosen.request), workload=workload)})
+    return SimpleNamespace(
+        **vars(chosen) | {"request": SimpleNamespace(**vars(chosen.request) | {"workload": workload})}
+    )
 
 
 class OracleTokenizer(fake_engine.FakeTokenizer):

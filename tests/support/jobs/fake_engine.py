@@ -19,7 +19,7 @@ from moedge.runtime.jobs import job as states
 from moedge.runtime.jobs import job_plan, lifecycle
 from moedge.runtime.jobs import request as requests
 from moedge.runtime.jobs import session as sessions
-from moedge.runtime.jobs.job import Measured
+from moedge.runtime.jobs.job import Measured, Running
 from moedge.runtime.jobs.request import BatchRequest
 from moedge.runtime.jobs.session import Checked, Ended
 from moedge.runtime.jobs.summary import summarise_rows
@@ -145,7 +145,10 @@ def fake_plan(settings: Settings) -> Any:
     chosen["deterministic"] = settings.deterministic
     plan = SimpleNamespace(**chosen, kv_tokens=CONTEXT, tokens_per_pass=1024, as_dict=lambda: chosen)
     told = SimpleNamespace(generated_tok_s=1.0, seconds=1.0, bottleneck="compute")
-    request = SimpleNamespace(profile=None, costs=SimpleNamespace(rates=SimpleNamespace(measured=False)))
+    workload = SimpleNamespace(longest=CONTEXT)
+    request = SimpleNamespace(
+        profile=None, workload=workload, costs=SimpleNamespace(rates=SimpleNamespace(measured=False))
+    )
     return SimpleNamespace(plan=plan, prediction=told, seconds={}, request=request)
 
 
@@ -199,7 +202,7 @@ def install(engine: Callable[[], FakeEngine], setattr: Callable[[object, str, ob
     setattr(states, "Tokenizer", FakeTokenizer)
     setattr(lifecycle, "rehearse", lambda *_: None)
     setattr(lifecycle, "store_for", lambda *_: None)
-    setattr(states, "summarise", lambda source, plan, loaded, counts, *_: summarise_rows(counts))
+    setattr(states, "summarise", lambda model, chosen, counts, *_: summarise_rows(counts))
     setattr(states, "expert_use", lambda loaded: None)
     setattr(requests, "_model", lambda source: "fake")
 
@@ -209,7 +212,7 @@ def run(request: BatchRequest) -> Ended:
     with Checked.open(request) as checked:
         if checked.finished:
             return checked.publish()
-        running = Measured.of(checked).plan().load().run()
+        running = Running(Measured.of(checked).plan().load())
         for _ in running.passes():
             pass
         return running.end()

@@ -14,7 +14,7 @@ from moedge.apps.reports.job_report import JobReport
 from moedge.apps.reports.page import page
 from moedge.offload.memory import host_peak
 from moedge.runtime.jobs.folder import JobFolder
-from moedge.runtime.jobs.job import Measured
+from moedge.runtime.jobs.job import Measured, Running
 from moedge.runtime.jobs.request import BatchRequest
 from moedge.runtime.jobs.session import Checked
 from moedge.runtime.jobs.status import JobStatus
@@ -58,7 +58,7 @@ def work(folder: Path, rows: int, rows_per_second: float) -> dict[str, Any]:
         clock.phase("check")
         measured = Measured.of(checked)
         clock.phase("measure")
-        running = measured.plan().load().run()
+        running = Running(measured.plan().load())
         for _ in running.passes():
             pass
         clock.phase("run", (engine.seconds_in_steps, engine.cpu_seconds_in_steps))

@@ -1,9 +1,9 @@
-"""Rates and the forecast of a job (`runtime/jobs/eta.py`), against a machine whose every pass takes what it is told."""
+"""Rates and the forecast of a job (`cli/views/eta.py`), against a machine whose every pass takes what it is told."""
 
 import pytest
 
+from moedge.cli.views.eta import Eta, Work
 from moedge.runtime.engine.engine import Metrics
-from moedge.runtime.jobs.eta import Eta, Work
 
 
 class Machine:

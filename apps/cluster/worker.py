@@ -7,50 +7,44 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from collections.abc import Sequence as Items
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import islice
 
-from ...moe.streaming_mode import DEFAULTS, ExpertOptions
-from ...offload.memory import Heap, reset_host_peak
-from ..engine.engine import Metrics
-from ..loading.engine_loader import LoadedEngine, LoadedModel
-from ..loading.machine_memory import MachineMemory
-from ..plan.fallback import Fallback, FallbackPolicy
-from ..plan.memory_ledger import TierLedger
-from ..plan.placement import Workload
-from ..plan.planner import PlanResult
-from ..rows.answer_formats import Answers
-from ..rows.row import Defaults, Row
-from ..settings.errors import DoesNotFit, JobMismatch
-from ..settings.settings import Budgets, Settings
-from ..source.model_source import ModelSource, open_source
-from ..text.tokenizer import Tokenizer
-from ..weights.key_offsets import KeyOffsets
-from .encode import RowEncoder
-from .folder import JobFolder
-from .journal.state import Counts, CutChoice, Done
-from .lifecycle import load_model, plan_model, profile_model
-from .report import summarise
-from .request import identity
-from .run import RowRunner
-from .stop import CrashMarker, StallGuard, memory_kills
-from .summary import RunSummary, Seconds
+from ...face import (
+    BatchRequest,
+    Counts,
+    CrashMarker,
+    CutChoice,
+    Done,
+    Fallback,
+    Heap,
+    JobFolder,
+    KeyOffsets,
+    LoadedModel,
+    Metrics,
+    OpenModel,
+    PlanResult,
+    Row,
+    RowRunner,
+    RunSummary,
+    Seconds,
+    StallGuard,
+    TierLedger,
+    Tokenizer,
+    Workload,
+    errors,
+    memory_kills,
+    model_facts,
+    summarise,
+)
 
 # A call of `work` returns after this time, or after the pass that is longer.
 REPORT_SECONDS = 0.5
 # Between two summaries, which cost more than counters.
 _SUMMARY_SECONDS = 2.0
-# Of a model's identity, what must be the same wherever a row is computed.
-_SAME = ("model", "tokenizer", "versions")
-
-
-def same_everywhere(facts: Mapping[str, object]) -> dict[str, object]:
-    """Those of a job's facts that a worker compares with its own."""
-    return {name: facts[name] for name in _SAME}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +54,7 @@ class LeasedRow:
     row: Row
     token_ids: list[list[int]] | None
     digest: str
-    before: Items[CutChoice] = ()
+    before: Sequence[CutChoice] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +78,14 @@ class WorkerInfo:
 
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
-    """What a worker loads. Formats are resolved in `settings`; it plans its own budgets, 1 / `share` of what is free.
+    """What a worker loads for a job: formats are resolved in the settings of `request`; it plans for its own budgets,
+    1 / `share` of what is free.
 
     Raises DoesNotFit where sequences of `least_tokens` are too long for it.
     """
 
-    settings: Settings
-    budgets: Budgets
+    request: BatchRequest
     workload: Workload
-    experts: ExpertOptions = DEFAULTS
     share: int = 1
     least_tokens: int = 0
     offsets: KeyOffsets | None = None
@@ -145,7 +138,7 @@ class _LeasedRows:
         for row in rows:
             self.held.pop(row, None)
 
-    def take(self, most: int, alone: bool) -> Items[Row]:
+    def take(self, most: int, alone: bool) -> Sequence[Row]:
         rows = list(islice(self.queue, most))
         for _ in rows:
             self.queue.popleft()
@@ -154,13 +147,13 @@ class _LeasedRows:
     def digest(self, row: int) -> str:
         return self.held[row].digest
 
-    def partial(self, row: int) -> Items[CutChoice]:
+    def partial(self, row: int) -> Sequence[CutChoice]:
         return self.held[row].before
 
     def token_ids(self, row: int) -> list[list[int]] | None:
         return self.held[row].token_ids
 
-    def add(self, row: int, ids_of_prompts: Items[Items[int]]) -> None:
+    def add(self, row: int, ids_of_prompts: Sequence[Sequence[int]]) -> None:
         """Nobody asks for them again."""
 
 
@@ -180,17 +173,13 @@ class _Answered:
 class _JobAtWork:
     """The rows of one job on the worker's engine."""
 
-    def __init__(
-        self, facts: JobFacts, engine: LoadedEngine, tokenizer: Tokenizer, sizes: tuple[int, int, int]
-    ) -> None:
-        """`sizes` are the vocabulary, the context, and the tokens of the longest sequence in memory."""
+    def __init__(self, facts: JobFacts, model: LoadedModel, tokenizer: Tokenizer) -> None:
         self.id = facts.id
         self.rows, self.answered = _LeasedRows(), _Answered()
         self._resources = ExitStack()
         dated = self._resources.enter_context(tokenizer.dated(facts.created))
-        encoder = RowEncoder(dated, *sizes, spool=self.rows)
-        answers = Answers(facts.model_name, int(facts.created.timestamp()), dated.token_text)
-        self.runner = RowRunner(engine.engine, encoder, answers, self.answered, self.rows)
+        named = facts.model_name, facts.created
+        self.runner = RowRunner.of(model, dated, named, self.answered, self.rows, self.rows)
         self._passes = self.runner.passes()
 
     def rounds(self) -> Iterator[None]:
@@ -203,7 +192,7 @@ class _JobAtWork:
         self.runner.drop(rows)
         self.rows.drop(rows)
 
-    def settle(self) -> tuple[list[Done], list[int]]:
+    def collect(self) -> tuple[list[Done], list[int]]:
         """Rows that were answered since the last call, and those that were cut and cannot grow."""
         done, self.answered.rows = self.answered.rows, []
         for each in done:
@@ -219,7 +208,7 @@ class _JobAtWork:
 
 @dataclass(slots=True)
 class _Loaded:
-    """An engine and what counts of it since it was loaded; the last three are what was reported of it."""
+    """A model and what counts of it since it was loaded; the last three are what was reported of it."""
 
     model: LoadedModel
     load_seconds: float
@@ -229,22 +218,15 @@ class _Loaded:
     num_total: int = 0
     num_tpot: int = 0
 
-    @property
-    def engine(self) -> LoadedEngine:
-        return self.model.engine
-
-    @property
-    def policy(self) -> FallbackPolicy:
-        return self.model.policy
-
     def start_counting(self) -> None:
         """A job counts from its beginning."""
-        self.engine.start_counting()
+        self.model.engine.start_counting()
         self.seconds, self.num_total, self.num_tpot = 0.0, 0, 0
 
     def report(self, done: list[Done], unchanged: list[int]) -> WorkReport:
         """Sequences that were reported before are left out of the metrics: they are thousands."""
-        metrics = self.engine.engine.metrics
+        policy, engine = self.model.policy, self.model.engine
+        metrics = engine.engine.metrics
         ttft, total, tpot = (
             metrics.ttft[self.num_total :],
             metrics.total[self.num_total :],
@@ -253,17 +235,10 @@ class _Loaded:
         self.num_total, self.num_tpot = len(metrics.total), len(metrics.tpot)
         sent = replace(metrics, ttft=ttft, total=total, tpot=tpot)
         # Rows for a full pass, and as many that wait.
-        capacity = 2 * self.policy.plan.max_sequences
-        report = WorkReport(done, unchanged, capacity, sent, fallbacks=list(self.policy.applied))
-        if (cache := self.engine.streamed.experts.cache) is not None:
+        report = WorkReport(done, unchanged, 2 * policy.plan.max_sequences, sent, fallbacks=list(policy.applied))
+        if (cache := engine.streamed.experts.cache) is not None:
             report.hits, report.wanted = cache.counts.hits, cache.counts.wanted
         return report
-
-    def summary(self, source: ModelSource) -> RunSummary:
-        seconds = Seconds(self.load_seconds, self.seconds)
-        found = summarise(source, self.model.chosen, self.engine, Counts(), seconds, self.policy)
-        found.bytes.written = self.model.nbytes_written
-        return found
 
 
 class Worker:
@@ -274,8 +249,7 @@ class Worker:
         self._resources = ExitStack()
         folder.make()
         self._folder = folder
-        self._source = self._resources.enter_context(open_source(model))
-        self._tokenizer = self._resources.enter_context(Tokenizer.load(self._source.folder))
+        self._opened = self._resources.enter_context(OpenModel(model))
         self._kills = memory_kills()
         self._resources.enter_context(CrashMarker(folder))
         self._loaded: _Loaded | None = None
@@ -283,49 +257,49 @@ class Worker:
 
     def hello(self, facts: Mapping[str, object]) -> WorkerInfo:
         """Raises JobMismatch where the model here, or what computes it, is another one than the job's."""
-        found = identity(self._source, Defaults(), False).facts
-        for name in _SAME:
-            if found[name] != facts[name]:
-                was = f"{facts[name]} -> {found[name]}" if name == "versions" else "another one"
-                raise JobMismatch(f"{name} of {self._source.name}: {was}; install what the job was begun with")
+        source = self._opened.source
+        for name, found in model_facts(source).items():
+            if found != facts[name]:
+                was = f"{facts[name]} -> {found}" if name == "versions" else "another one"
+                raise errors.JobMismatch(f"{name} of {source.name}: {was}; install what the job was begun with")
         return WorkerInfo(f"{socket.gethostname()}:{os.getpid()}", os.getpid(), str(self._folder.path), self._kills)
 
     def plan(self, order: LoadOrder) -> PlanResult:
         """The plan by which this worker would run the job. Raises DoesNotFit, SettingError."""
-        _, chosen = self._planned(order)
-        return chosen
+        request = _shared(order)
+        return self._opened.plan(request.settings, request.budgets, order.workload)
 
     def load(self, order: LoadOrder) -> LoadReport:
         """Plans and loads; the weights are prepared here where they are not. Raises DoesNotFit, MemoryGaveOut."""
         begun = time.perf_counter()
         self._unload()
-        reset_host_peak()
-        memory, chosen = self._planned(order)
+        chosen = self.plan(order)
         if chosen.plan.kv_tokens < order.least_tokens:
-            raise DoesNotFit(
+            raise errors.DoesNotFit(
                 f"sequences of {order.least_tokens:,} tokens are in the job, and {chosen.plan.kv_tokens:,} fit; give "
                 "the workers larger budgets, or leave this machine out"
             )
-        budgets = _shared(order)
-        model = load_model(self._source, self._tokenizer, (memory, chosen), budgets, order.experts, order.offsets)
-        self._loaded = _Loaded(model, 0.0, Heap())
-        profile_model(model, order.workload)
-        self._loaded.load_seconds = seconds = time.perf_counter() - begun
+        request = _shared(order)
+        model = self._opened.load(request.settings, request.budgets, order.workload, request.experts, order.offsets)
+        heap = self._opened.rehearse(model, order.workload)
+        seconds = time.perf_counter() - begun
+        self._loaded = _Loaded(model, seconds, heap)
         engine, rate = model.engine, chosen.prediction.generated_tok_s
         return LoadReport(seconds, engine.key_offsets, engine.loss, rate, model.longest)
 
-    def work(self, facts: JobFacts, rows: Items[LeasedRow], dropped: Collection[int], last: bool) -> WorkReport:
+    def work(self, facts: JobFacts, rows: Sequence[LeasedRow], dropped: Collection[int], last: bool) -> WorkReport:
         """Computes for a while. `dropped` rows need no answer any more; `last`: there are no other rows to lease."""
         assert self._loaded is not None
         loaded, job, begun = self._loaded, self._job_of(facts, self._loaded), time.perf_counter()
         job.drop(dropped)
         job.rows.lease(rows)
         done, unchanged = list[Done](), list[int]()
-        scheduler, metrics = loaded.engine.engine.scheduler, loaded.engine.engine.metrics
-        with StallGuard(lambda: metrics.passes + len(done), loaded.engine.streamed, self._folder.stacks) as guard:
+        engine = loaded.model.engine
+        scheduler, metrics = engine.engine.scheduler, engine.engine.metrics
+        with StallGuard(lambda: metrics.passes + len(done), engine.streamed, self._folder.stacks) as guard:
             for _ in guard.watched(job.rounds()):
                 loaded.heap.after_pass()
-                found, same = job.settle()
+                found, same = job.collect()
                 done += found
                 unchanged += same
                 starved = not last and not job.rows.queue and scheduler.has_capacity
@@ -334,8 +308,10 @@ class Worker:
         loaded.seconds += time.perf_counter() - begun
         report, now = loaded.report(done, unchanged), time.monotonic()
         if not job.rows.held or now - loaded.summarised_at > _SUMMARY_SECONDS:
-            loaded.summarised_at, report.summary = now, loaded.summary(self._source)
-            report.over_budget = tuple(loaded.engine.ledger.over_budget)
+            loaded.summarised_at, seconds = now, Seconds(loaded.load_seconds, loaded.seconds)
+            report.summary = summarise(loaded.model, loaded.model.chosen, Counts(), seconds)
+            report.summary.bytes.written = loaded.model.nbytes_written
+            report.over_budget = tuple(engine.ledger.over_budget)
         return report
 
     def close(self) -> None:
@@ -343,30 +319,24 @@ class Worker:
         self._unload()
         self._resources.close()
 
-    def _planned(self, order: LoadOrder) -> tuple[MachineMemory, PlanResult]:
-        return plan_model(self._source, order.settings, _shared(order), order.workload)
-
     def _unload(self) -> None:
         if self._job is not None:
             self._job.close()
-        if self._loaded is not None:
-            self._loaded.engine.close()
-        self._job = self._loaded = None
+        self._loaded = self._job = None
+        self._opened.close_engines()
 
     def _job_of(self, facts: JobFacts, loaded: _Loaded) -> _JobAtWork:
         if self._job is None or self._job.id != facts.id:
             if self._job is not None:
                 self._job.close()
-            shape = self._source.shape
-            sizes = shape.vocab, shape.context, loaded.policy.plan.kv_tokens
             loaded.start_counting()
-            self._job = _JobAtWork(facts, loaded.engine, self._tokenizer, sizes)
+            self._job = _JobAtWork(facts, loaded.model, self._opened.tokenizer)
         return self._job
 
 
-def _shared(order: LoadOrder) -> Budgets:
-    """The budgets of a worker that has others beside it: what is free is for all of them."""
-    budgets = order.budgets
+def _shared(order: LoadOrder) -> BatchRequest:
+    """The request with the budgets of a worker that has others beside it: what is free is for all of them."""
+    budgets = order.request.budgets
     if order.share == 1 or budgets.ram != "auto":
-        return budgets
-    return replace(budgets, ram=f"{budgets.host_nbytes() // order.share}B")
+        return order.request
+    return replace(order.request, budgets=replace(budgets, ram=f"{budgets.host_nbytes() // order.share}B"))

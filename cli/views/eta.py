@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import exp
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from ...moe.running_mean import RunningMean
 from ...offload.memory import host_resident
 
 if TYPE_CHECKING:
-    from ..engine.engine import Metrics
+    from ...runtime.engine.engine import Metrics
+    from ...runtime.jobs.job import Running
 
 # The weight of the newest window in what a pass takes: a machine that slows down shows within a minute.
 _NEWEST = 0.3
@@ -27,6 +28,12 @@ class Work:
     prompt_tokens: int
     max_generated_tokens: int
     tokens_per_pass: int
+
+    @classmethod
+    def of(cls, running: Running) -> Self:
+        planned, done = running.planned, running.session.claim.num_done
+        prompt, generated = planned.workload.prompt_tokens or 0, planned.workload.generated_tokens or 0
+        return cls(running.num_rows, done, prompt, generated, planned.plan.tokens_per_pass)
 
 
 class _Counters(NamedTuple):
@@ -68,8 +75,6 @@ class Eta:
         now = self._clock()
         since, before = self._mark
         self.done, self.failed = done, failed
-        # Rows that were only expected may be more than that.
-        self.total = max(self.total, done)
         first = self._pass_seconds.value is None
         if metrics.passes == before.passes or (now - since < self._window_s and not first):
             return
