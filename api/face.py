@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from .runtime.plan.fallback import Fallback, FallbackPolicy
     from .runtime.plan.memory_ledger import TierLedger
     from .runtime.plan.placement import Workload
-    from .runtime.plan.plan_file import RunRecord, last_runs
+    from .runtime.plan.plan_file import PastRun, last_runs
     from .runtime.plan.planner import PlanResult, reads_integers
     from .runtime.rows.answer_formats import with_own
     from .runtime.rows.fields import MAX_STOP
@@ -140,7 +140,7 @@ _MODULES = {
     "reads_integers": ".runtime.plan.planner",
     "unusable_torch": ".computing",
     # Prepared weights on disk, and how well past runs were predicted.
-    "RunRecord": ".runtime.plan.plan_file",
+    "PastRun": ".runtime.plan.plan_file",
     "default_root": ".offload.store.stores",
     "disk_of": ".offload.store.stores",
     "last_runs": ".runtime.plan.plan_file",
@@ -305,7 +305,7 @@ __all__ = [
     "RowReader",
     "RowRunner",
     "RowSource",
-    "RunRecord",
+    "PastRun",
     "RunSummary",
     "Running",
     "SCHEMA",

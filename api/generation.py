@@ -16,7 +16,7 @@ from .runtime.jobs.stop import DeferredInterrupt
 from .runtime.plan.placement import Workload
 from .runtime.rows.row import Row
 from .runtime.sampling.model_defaults import model_defaults
-from .runtime.sampling.params import SamplingParams
+from .runtime.sampling.params import SequenceSampling
 from .runtime.settings.errors import DoesNotFit
 from .runtime.settings.settings import Budgets, Settings
 from .runtime.text.chat_stream import StreamOptions
@@ -109,15 +109,15 @@ def answer(model: str, prompt: str, settings: Settings, budgets: Budgets, option
         yield from Generation(loaded.engine.engine, encoder).text(sequence, text)
 
 
-def _params(folder: Path, max_tokens: int, options: PromptOptions) -> SamplingParams:
+def _params(folder: Path, max_tokens: int, options: PromptOptions) -> SequenceSampling:
     values = dict(model_defaults(folder).values)
     if options.temperature is not None:
         values["temperature"] = options.temperature
-    return SamplingParams(max_tokens, seed=options.seed, max_thinking_tokens=options.max_thinking_tokens, **values)
+    return SequenceSampling(max_tokens, seed=options.seed, max_thinking_tokens=options.max_thinking_tokens, **values)
 
 
 def _sequence(
-    tokenizer: Tokenizer, prompt_ids: list[int], params: SamplingParams, raw: bool
+    tokenizer: Tokenizer, prompt_ids: list[int], params: SequenceSampling, raw: bool
 ) -> tuple[Sequence, AnswerText]:
     """The sequence, and the text that grows with it."""
     eos_ids = frozenset(tokenizer.eos_token_ids)

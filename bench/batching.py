@@ -34,7 +34,7 @@ from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan
-from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.settings.settings import Budgets, MemoryBudget, Settings
 from moedge.runtime.source.model_source import open_source
 
@@ -92,7 +92,7 @@ def run(engine: Engine, policy: str, rows: list[Row], size: int, outcome: Outcom
         sequences = []
         for computed, row in batch:
             prompt = torch.randint(300, 900, (computed.prompt,), generator=generator).tolist()
-            sequence = Sequence(prompt, SamplingParams(computed.answer, ignore_eos=True))
+            sequence = Sequence(prompt, SequenceSampling(computed.answer, ignore_eos=True))
             sequences.append((sequence, row))
             engine.add(sequence)
             outcome.computed += computed.prompt + computed.answer - 1

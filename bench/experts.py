@@ -44,7 +44,7 @@ from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine
 from moedge.runtime.loading.prepare import prepare, store_path
 from moedge.runtime.plan.placement import Plan, Workload
 from moedge.runtime.plan.planner import make_plan
-from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.settings.settings import Budgets, MemoryBudget, Settings
 from moedge.runtime.source.model_source import ModelSource, open_source
 from support.experts.replay import belady
@@ -117,8 +117,8 @@ def seconds_reading(loaded: LoadedEngine) -> float:
     return max((reader.seconds_busy for reader in loaded.streamed._lanes.readers), default=0.0)
 
 
-def _sampled(seed: int) -> SamplingParams:
-    return SamplingParams(GENERATED, temperature=1.0, top_k=TOP_K, seed=seed, ignore_eos=True)
+def _sampled(seed: int) -> SequenceSampling:
+    return SequenceSampling(GENERATED, temperature=1.0, top_k=TOP_K, seed=seed, ignore_eos=True)
 
 
 def planned(source: ModelSource, sequences: int, ram: str, quant: str, share: float | None = None) -> Plan:

@@ -28,7 +28,7 @@ from moedge.runtime.kv.cache import KVCache
 from moedge.runtime.kv.pool import KVPool
 from moedge.runtime.kv.spec import KVSpec
 from moedge.runtime.sampling.draw import Sampled
-from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.shape.model_shape import KVGroup
 
 MEDIAN_PROMPT, SPREAD, MEAN_OUTPUT, MOST = 400, 0.8, 300, 4096
@@ -62,7 +62,7 @@ def rows(count: int, seed: int) -> list[Sequence]:
         prompt = min(MOST - 2, max(1, round(generator.lognormvariate(math.log(MEDIAN_PROMPT), SPREAD))))
         output = min(MOST - prompt, max(1, round(generator.expovariate(1 / MEAN_OUTPUT))))
         # Different first tokens: nothing is shared.
-        sequences.append(Sequence([index, *[0] * (prompt - 1)], SamplingParams(output, ignore_eos=True)))
+        sequences.append(Sequence([index, *[0] * (prompt - 1)], SequenceSampling(output, ignore_eos=True)))
     return sequences
 
 

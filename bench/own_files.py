@@ -31,7 +31,7 @@ from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine
 from moedge.runtime.loading.prepare import prepare, prepare_linked, store_path
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan
-from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.settings.settings import Budgets, MemoryBudget, Settings
 from moedge.runtime.source.model_source import open_source
 
@@ -56,7 +56,7 @@ def copied(model: Path, folder: Path) -> Path:
 
 def passes(loaded: LoadedEngine, sequences: int, count: int) -> tuple[float, int]:
     """Seconds and bytes of passes in which every sequence decodes a token."""
-    sampling = SamplingParams(count + 1, ignore_eos=True)
+    sampling = SequenceSampling(count + 1, ignore_eos=True)
     for index in range(sequences):
         loaded.engine.add(Sequence([5 + index * 97 + token * 31 for token in range(PROMPT)], sampling))
     loaded.engine.step()

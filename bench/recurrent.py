@@ -26,12 +26,12 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import torch
 
-from moedge.runtime.engine.sequence import Batch, Chunk, Sequence
+from moedge.runtime.engine.sequence import Batch, Sequence, TokenChunk
 from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine
 from moedge.runtime.model.recurrent.pass_states import PassStates
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan
-from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.settings.settings import Budgets, MemoryBudget, Settings
 from moedge.runtime.source.model_source import open_source
 
@@ -96,7 +96,7 @@ class Mixers:
         return out
 
 
-def _alone(chunk: Chunk, batch: Batch) -> Batch:
+def _alone(chunk: TokenChunk, batch: Batch) -> Batch:
     return replace(batch, chunks=(replace(chunk, begin=0),))
 
 
@@ -108,7 +108,7 @@ def prompts_of(count: int, length: int, vocab: int, seed: int) -> list[list[int]
 def decode(loaded: LoadedEngine, mixers: Mixers, count: int, passes: int, vocab: int) -> Timed:
     """`passes` passes that each give every one of `count` sequences a token."""
     for ids in prompts_of(count, SHORT, vocab, count):
-        loaded.engine.add(Sequence(ids, SamplingParams(passes + 4, ignore_eos=True)))
+        loaded.engine.add(Sequence(ids, SequenceSampling(passes + 4, ignore_eos=True)))
     scheduler = loaded.engine.scheduler
     while len(scheduler.running) < count or any(one.num_pending > 1 for one in scheduler.running):
         loaded.engine.step()
@@ -125,7 +125,7 @@ def decode(loaded: LoadedEngine, mixers: Mixers, count: int, passes: int, vocab:
 def read(loaded: LoadedEngine, mixers: Mixers, prompts: list[list[int]]) -> Timed:
     """One pass over prompts."""
     for ids in prompts:
-        loaded.engine.add(Sequence(ids, SamplingParams(1, ignore_eos=True)))
+        loaded.engine.add(Sequence(ids, SequenceSampling(1, ignore_eos=True)))
     mixers.seconds, begun = 0.0, time.perf_counter()
     list(loaded.engine.run())
     return Timed(sum(map(len, prompts)), time.perf_counter() - begun, mixers.seconds)

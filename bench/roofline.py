@@ -45,7 +45,7 @@ from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine
 from moedge.runtime.loading.prepare import prepare, store_path
 from moedge.runtime.plan.placement import Plan, Workload
 from moedge.runtime.plan.planner import make_plan
-from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.settings.settings import Budgets, MemoryBudget, Settings
 from moedge.runtime.shape.model_shape import LayerShape, Matrix, ModelShape
 from moedge.runtime.source.model_source import ModelSource, open_source
@@ -118,7 +118,7 @@ def steady_passes(loaded: LoadedEngine, num_sequences: int, generated: int, read
     engine = loaded.engine
     for _ in range(num_sequences):
         prompt = torch.randint(300, 31000, (PROMPT,), generator=generator).tolist()
-        engine.add(Sequence(prompt, SamplingParams(generated, ignore_eos=True)))
+        engine.add(Sequence(prompt, SequenceSampling(generated, ignore_eos=True)))
     passes, rates = [], [0.0]
     while engine.busy:
         before, moved = engine.metrics.generated_tokens, loaded.streamed.nbytes_moved

@@ -32,7 +32,7 @@ import torch
 
 from bench.kv_waste import GROUP, NoMemory
 from bench.picture import pyplot
-from moedge.apps.reports.page import Figure, Line, by_count, figures_page
+from moedge.apps.reports.page import ChartLine, Figure, by_count, figures_page
 from moedge.moe.expert import group_by_expert
 from moedge.moe.expert_cache import Popular
 from moedge.offload.machine.hardware import find_hardware
@@ -44,7 +44,7 @@ from moedge.runtime.kv.pool import KVPool
 from moedge.runtime.kv.spec import KVSpec
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.sampling.draw import Sampled
-from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.settings.settings import MemoryBudget, Settings
 from support.jobs import job_scale
 from support.known_shapes import choose, plain_model
@@ -137,7 +137,7 @@ def step(runs: Scheduler) -> None:
 
 
 def sequence(index: int, prompt: int, output: int = 1 << 20, interactive: bool = False) -> Generated:
-    made = Generated([index, *range(1, prompt)], SamplingParams(output, ignore_eos=True))
+    made = Generated([index, *range(1, prompt)], SequenceSampling(output, ignore_eos=True))
     made.interactive = interactive
     return made
 
@@ -380,7 +380,7 @@ def page(record: dict[str, Any]) -> str:
 
 
 def _figure(x: str, unit: str, laws: list[Law]) -> Figure:
-    lines = [Line(law.points, f"series-{index % 6}", dots=f"dots-{index % 6}") for index, law in enumerate(laws)]
+    lines = [ChartLine(law.points, f"series-{index % 6}", dots=f"dots-{index % 6}") for index, law in enumerate(laws)]
     chart = by_count(f"Cost by {x}", lines, lambda value: shown(value, unit), x, log=True)
     rows = [[law.name, shown(law.points[-1][1], unit), f"{law.slope:.2f}"] for law in laws]
     head = ["cost of", f"at {laws[0].points[-1][0]:,.0f}", "slope"]

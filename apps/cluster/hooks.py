@@ -10,12 +10,12 @@ from .address import refuse_unreachable
 
 if TYPE_CHECKING:
     from ...face import Measured
-    from .job import Cluster
+    from .job import RayCluster
 
 __all__ = ["open_cluster", "refuse_unreachable"]
 
 
-def open_cluster(measured: Measured) -> AbstractContextManager[Cluster]:
+def open_cluster(measured: Measured) -> AbstractContextManager[RayCluster]:
     """The cluster that the request of a job names. Raises ClusterFailed, MissingExtra, SettingError."""
     with stage("importing Ray"):
         from .job import open_cluster

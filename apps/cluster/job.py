@@ -38,7 +38,7 @@ from ...face import (
 )
 from .leases import LeaseTable
 from .worker import JobFacts, LeasedRow, LoadOrder, LoadReport, WorkReport
-from .workers import Slot, Workers, open_workers
+from .workers import Workers, WorkerSlot, open_workers
 
 # Crashes in a row, without an answer in between, after which a job stops: another worker would crash, too.
 _MOST_CRASHES = 5
@@ -63,7 +63,7 @@ class NoWorker(Fallback):
 
 
 @contextmanager
-def open_cluster(measured: Measured) -> Iterator[Cluster]:
+def open_cluster(measured: Measured) -> Iterator[RayCluster]:
     """The cluster that the request of a job names. Raises ClusterFailed, MissingExtra, SettingError."""
     request = measured.checked.request
     if request.plan is not None:
@@ -73,10 +73,10 @@ def open_cluster(measured: Measured) -> Iterator[Cluster]:
     # A folder has the same path on every machine; workers run elsewhere.
     model = str(Path(request.model).resolve()) if Path(request.model).is_dir() else request.model
     with open_workers(model, address, wanted, request.budgets.wants_device) as workers:
-        yield Cluster(workers)
+        yield RayCluster(workers)
 
 
-class Cluster:
+class RayCluster:
     """Workers that stay loaded from one job to the next, as long as it has no longer rows."""
 
     def __init__(self, workers: Workers) -> None:
@@ -87,7 +87,7 @@ class Cluster:
         self.job: ClusterJob | None = None
         self._order: LoadOrder | None = None
         self._loading = False
-        self._planner: Slot | None = None
+        self._planner: WorkerSlot | None = None
         self._crashes = 0
         self._lacking = False
 
@@ -149,7 +149,7 @@ class Cluster:
             self._assign(slot)
         self.workers.poll(self, _POLL_SECONDS)
 
-    def _assign(self, slot: Slot) -> None:
+    def _assign(self, slot: WorkerSlot) -> None:
         if self.chosen is None:
             if self._planner is None:
                 self._planner = slot
@@ -166,17 +166,17 @@ class Cluster:
         measured = self.offsets is not None or not self.chosen.plan.kv.startswith("int") or bool(self._loaded())
         return not measured and any(slot.then == self._took_load for slot in self.workers.slots)
 
-    def _planned(self, slot: Slot, chosen: PlanResult) -> None:
+    def _planned(self, slot: WorkerSlot, chosen: PlanResult) -> None:
         self.chosen, self._planner = chosen, None
 
-    def _took_load(self, slot: Slot, report: LoadReport) -> None:
+    def _took_load(self, slot: WorkerSlot, report: LoadReport) -> None:
         slot.loaded = report
         if self.offsets is None and report.offsets is not None:
             assert self._order is not None
             self.offsets = report.offsets
             self._order = replace(self._order, offsets=report.offsets)
 
-    def lost(self, slot: Slot, crashed: bool) -> None:
+    def lost(self, slot: WorkerSlot, crashed: bool) -> None:
         """A worker died. Raises ClusterFailed where they all do."""
         self._forget(slot, crashed)
         self._crashes += crashed
@@ -186,7 +186,7 @@ class Cluster:
                 "the logs of Ray's workers say more. Start the same command again when it is mended"
             )
 
-    def refused(self, slot: Slot, message: str, left: int) -> None:
+    def refused(self, slot: WorkerSlot, message: str, left: int) -> None:
         """Raises ClusterFailed where none is left."""
         name = slot.info.name if slot.info is not None else f"worker {slot.number}"
         self._forget(slot, crashed=False)
@@ -199,7 +199,7 @@ class Cluster:
         """A row has its answer: the workers are not all doomed."""
         self._crashes = 0
 
-    def _forget(self, slot: Slot, crashed: bool) -> None:
+    def _forget(self, slot: WorkerSlot, crashed: bool) -> None:
         if self._planner is slot:
             self._planner = None
         if self.job is not None:
@@ -209,7 +209,7 @@ class Cluster:
 class ClusterJob:
     """The executor of a job whose workers are loaded. `metrics` add up over all workers, dead ones too."""
 
-    def __init__(self, cluster: Cluster, planned: Planned, load_seconds: float) -> None:
+    def __init__(self, cluster: RayCluster, planned: Planned, load_seconds: float) -> None:
         self.planned = planned
         self.load_seconds = load_seconds
         self.prediction = planned.chosen.prediction
@@ -267,7 +267,7 @@ class ClusterJob:
         finally:
             self._cluster.job = None
 
-    def assign(self, slot: Slot) -> None:
+    def assign(self, slot: WorkerSlot) -> None:
         """Gives a worker rows to compute, those beside that it has."""
         held, last = len(self._leases.held(slot.number)), self._last
         leased = self._leases.lease(slot.number, self._capacity(slot) - held, last)
@@ -277,7 +277,7 @@ class ClusterJob:
             nothing_waits = last and not self._leases.num_waiting
             self._cluster.workers.call(slot, self._took_report, "work", self._facts, rows, dropped, nothing_waits)
 
-    def release(self, slot: Slot, crashed: bool) -> None:
+    def release(self, slot: WorkerSlot, crashed: bool) -> None:
         """A worker is gone."""
         for row, suspicion in self._leases.release(slot.number, crashed).items():
             if self._leases.commit(row):
@@ -294,7 +294,7 @@ class ClusterJob:
         found.workers = list(self._runs.values())
         return found
 
-    def _capacity(self, slot: Slot) -> int:
+    def _capacity(self, slot: WorkerSlot) -> int:
         """Rows that a worker may have; before its first report, as many as the plan of the job lets run."""
         report = self._reports.get(slot.number)
         return 2 * self.planned.plan.max_sequences if report is None else report.capacity
@@ -317,7 +317,7 @@ class ClusterJob:
         self._rows[row.index] = LeasedRow(row, token_ids, digest, rows.partial(row.index))
         self._leases.add([row.index])
 
-    def _took_report(self, slot: Slot, report: WorkReport) -> None:
+    def _took_report(self, slot: WorkerSlot, report: WorkReport) -> None:
         assert slot.info is not None
         number, run = slot.number, self._runs.setdefault(slot.number, WorkerRun(slot.info.name))
         answers = [done for done in report.done if self._leases.commit(done.row, number)]

@@ -90,7 +90,7 @@ class ClusterSize:
 
 
 @dataclass(slots=True, eq=False)
-class Slot:
+class WorkerSlot:
     """One worker. `ref` is what it was asked for, and `then` takes the answer; `dead` ones are examined."""
 
     number: int
@@ -98,7 +98,7 @@ class Slot:
     info: WorkerInfo | None = None
     node: str = ""
     ref: Any = None
-    then: Callable[[Slot, Any], None] | None = None
+    then: Callable[[WorkerSlot, Any], None] | None = None
     dead: bool = False
     loaded: LoadReport | None = None
 
@@ -110,10 +110,10 @@ class Slot:
 class Owner(Protocol):
     """Whose workers they are."""
 
-    def lost(self, slot: Slot, crashed: bool) -> None:
+    def lost(self, slot: WorkerSlot, crashed: bool) -> None:
         """A worker died, and another one starts in its stead."""
 
-    def refused(self, slot: Slot, message: str, left: int) -> None:
+    def refused(self, slot: WorkerSlot, message: str, left: int) -> None:
         """A worker cannot take part, and `left` others can or may."""
 
 
@@ -126,7 +126,7 @@ class Workers:
         self._model = model
         self._ours = connect(self._ray, address)
         self.size = ClusterSize.of(self._ray.nodes(), wanted, use_gpus)
-        self.slots: list[Slot] = []
+        self.slots: list[WorkerSlot] = []
         self._next = 0
         self._alone_since, self._looked, self._lack, self._last_words = time.monotonic(), 0.0, "", ""
         self._facts: Mapping[str, object] = {}
@@ -153,7 +153,7 @@ class Workers:
         while len(self.slots) < self.size.workers:
             self._start_one()
 
-    def call(self, slot: Slot, then: Callable[[Slot, Any], None], method: str, *arguments: Any) -> None:
+    def call(self, slot: WorkerSlot, then: Callable[[WorkerSlot, Any], None], method: str, *arguments: Any) -> None:
         """Asks an idle worker; `then` is called with the answer during a later `poll`."""
         slot.ref, slot.then = slot.actor.call.remote(method, *arguments), then
 
@@ -185,12 +185,12 @@ class Workers:
         remote = self._ray.remote(
             num_cpus=size.cpus, num_gpus=size.gpus, max_restarts=0, max_task_retries=0, scheduling_strategy="SPREAD"
         )(WorkerActor)
-        slot = Slot(self._next, remote.remote(self._model))
+        slot = WorkerSlot(self._next, remote.remote(self._model))
         self._next += 1
         slot.ref, slot.then = slot.actor.hello.remote(dict(self._facts)), _greeted
         self.slots.append(slot)
 
-    def _answered(self, owner: Owner, slot: Slot) -> None:
+    def _answered(self, owner: Owner, slot: WorkerSlot) -> None:
         ref, then = slot.ref, slot.then
         slot.ref = slot.then = None
         try:
@@ -208,7 +208,7 @@ class Workers:
         elif then is not None:
             then(slot, found)
 
-    def _failed(self, owner: Owner, slot: Slot, error: Exception) -> None:
+    def _failed(self, owner: Owner, slot: WorkerSlot, error: Exception) -> None:
         if slot.dead or (slot.info is None and not isinstance(error, self._ray.exceptions.RayTaskError)):
             # The machine is gone, or the worker before it did anything.
             self._last_words = str(error).partition("\n")[0].rstrip(" .:")
@@ -226,13 +226,13 @@ class Workers:
                 info.folder, info.pid, info.memory_kills
             )
 
-    def _replace(self, owner: Owner, slot: Slot, crashed: bool) -> None:
+    def _replace(self, owner: Owner, slot: WorkerSlot, crashed: bool) -> None:
         self._end(slot)
         self.slots.remove(slot)
         self._start_one()
         owner.lost(slot, crashed)
 
-    def _end(self, slot: Slot) -> None:
+    def _end(self, slot: WorkerSlot) -> None:
         with suppress(Exception):
             self._ray.kill(slot.actor, no_restart=True)
 
@@ -246,7 +246,7 @@ def _signals() -> Iterator[None]:
         raise error.__cause__ or error from None
 
 
-def _greeted(slot: Slot, found: tuple[WorkerInfo, str]) -> None:
+def _greeted(slot: WorkerSlot, found: tuple[WorkerInfo, str]) -> None:
     slot.info, slot.node = found
 
 

@@ -29,9 +29,9 @@ from ...face import (
     Link,
     Machine,
     MemoryGroup,
+    PastRun,
     PcieLink,
     PinLimit,
-    RunRecord,
     TorchBuild,
     auto_host,
     counted,
@@ -436,7 +436,7 @@ def _ago(seconds: float) -> str:
 _FAR_OFF = 0.5
 
 
-def prediction_findings(runs: Sequence[RunRecord]) -> list[Finding]:
+def prediction_findings(runs: Sequence[PastRun]) -> list[Finding]:
     """`runs` newest first; nothing where none was kept."""
     if not runs:
         return []

@@ -33,7 +33,7 @@ from .merging import Merger, Missing, PromptTokens
 from .question import Long, Prompts, document_facts
 from .readers.read import refuse_missing_readers
 from .request import DocumentPaths, DocumentsRequest, refuse_foreign
-from .rounds import Answers, Entry, EntryLog, IndexedEntries, Round, Rounds, RowLines, read_entries, row_id
+from .rounds import Entry, EntryLog, IndexedEntries, Round, Rounds, RowAnswers, RowLines, read_entries, row_id
 from .schemas import KeyedLists
 from .table import DocumentTable, Mirror, Totals
 
@@ -85,7 +85,7 @@ class WholeFolder:
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class TokenCounter:
     """The counts of one tokenizer: of a text, and of a prompt as it will be asked; a prompt may have `limit`."""
 
     text: Callable[[str], int]
@@ -125,7 +125,7 @@ def _is_own(outputs: OutputPaths, folder: Path, found: FoundFile) -> bool:
 class DocumentJob:
     """The job in one folder, which the caller has locked."""
 
-    def __init__(self, request: DocumentsRequest, paths: DocumentPaths, tokens: Tokens, listed: Listed) -> None:
+    def __init__(self, request: DocumentsRequest, paths: DocumentPaths, tokens: TokenCounter, listed: Listed) -> None:
         self._request = request
         self._paths = paths
         self._tokens = tokens
@@ -317,7 +317,7 @@ class DocumentJob:
         overlap = min(question.overlap, (limit - 1) // 2)
         return split(document.text, limit, self._tokens.text, overlap=overlap, page_starts=document.page_starts)
 
-    def _merges(self, answers: Answers) -> Iterator[dict[str, Any]]:
+    def _merges(self, answers: RowAnswers) -> Iterator[dict[str, Any]]:
         for entry in self._indexed():
             if entry.error is None and len(entry.chunks) > 1:
                 found = self._merger.advance(entry, answers)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .question import Prompts, pages_text
-from .rounds import Answer, Answers, Entry, row_id
+from .rounds import Answer, Entry, RowAnswers, row_id
 from .schemas import KeyedLists
 
 # Tokens of a prompt: of a conversation where the model has one.
@@ -58,7 +58,7 @@ class Merger:
         self._tokens = tokens
         self._limit = limit
 
-    def advance(self, entry: Entry, answers: Answers) -> Missing | Merged | Failed | None:
+    def advance(self, entry: Entry, answers: RowAnswers) -> Missing | Merged | Failed | None:
         """What a document lacks, or its answer; None where chunks of it have no answer yet."""
         ids = [row_id(entry.key, 0, index) for index in range(len(entry.chunks))]
         if not all(each in answers for each in ids):
@@ -88,7 +88,7 @@ class Merger:
         return replace(answer, text=self._lists.put_together(answer.shown, [each.answer.shown for each in chunks]))
 
     def _level(
-        self, entry: Entry, level: int, groups: Sequence[Sequence[_Part]], answers: Answers
+        self, entry: Entry, level: int, groups: Sequence[Sequence[_Part]], answers: RowAnswers
     ) -> tuple[list[tuple[str, str]], list[_Part]]:
         """(rows that have no answer, the parts that the others made). A group of one is passed on as it is."""
         missing, merged = [], []

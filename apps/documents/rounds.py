@@ -108,9 +108,9 @@ class Rounds:
         self.all.append(made)
         return made
 
-    def answers(self) -> Answers:
+    def answers(self) -> RowAnswers:
         """Those of the rounds that are finished now, and those that a stopped one has so far."""
-        return Answers(path for each in self.all for path in each.files)
+        return RowAnswers(path for each in self.all for path in each.files)
 
 
 class LineOffsets:
@@ -176,7 +176,7 @@ class RowLines:
                     begin += len(line)
 
 
-class Answers(RowLines):
+class RowAnswers(RowLines):
     """The answers of rows."""
 
     def __getitem__(self, row_id: str) -> Answer:

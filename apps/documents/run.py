@@ -33,7 +33,7 @@ from ...face import (
     stage,
     write_atomically,
 )
-from .job import DocumentJob, FolderReport, Listed, Tokens, WholeFolder
+from .job import DocumentJob, FolderReport, Listed, TokenCounter, WholeFolder
 from .options import DocumentOptions
 from .question import Long, Question, make_question
 from .reader_process import ReadOptions
@@ -166,7 +166,7 @@ def _claimed(request: DocumentsRequest, source: ModelSource) -> OutputPaths:
     return claim_output(request.batch.output, request.batch.input, source.folder)
 
 
-def _tokens(request: DocumentsRequest, source: ModelSource, tokenizer: Tokenizer) -> Tokens:
+def _tokens(request: DocumentsRequest, source: ModelSource, tokenizer: Tokenizer) -> TokenCounter:
     system, chat = request.question.system, has_chat_template(source.folder)
     beside = [] if system is None else [{"role": "system", "content": system}]
 
@@ -176,7 +176,7 @@ def _tokens(request: DocumentsRequest, source: ModelSource, tokenizer: Tokenizer
         return len(tokenizer.encode(text))
 
     limit = source.shape.context - request.batch.defaults.max_tokens
-    return Tokens(lambda text: len(tokenizer.encode(text)), prompt, limit)
+    return TokenCounter(lambda text: len(tokenizer.encode(text)), prompt, limit)
 
 
 class _RoundRunner:

@@ -15,7 +15,7 @@ from .document import Document
 from .iterate import TextCache
 from .merging import Failed, Merged, Merger
 from .question import Long, Question
-from .rounds import Answer, Answers, Entry, row_id
+from .rounds import Answer, Entry, RowAnswers, row_id
 from .schemas import find_quote, quotes
 
 _SHORTEST = 10
@@ -88,7 +88,7 @@ class DocumentTable:
     """The rows of the output in the order of the documents."""
 
     def __init__(
-        self, question: Question, merger: Merger, answers: Answers, texts: TextCache, made_by: Mapping[str, Any]
+        self, question: Question, merger: Merger, answers: RowAnswers, texts: TextCache, made_by: Mapping[str, Any]
     ) -> None:
         """`made_by` are the columns that every row has: the model and its quantization."""
         self._question = question

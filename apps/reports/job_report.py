@@ -64,7 +64,7 @@ class Failures:
     examples: list[Example] = field(default_factory=list)
 
 
-class Point(NamedTuple):
+class TimedValue(NamedTuple):
     """`seconds` of work of all runs, and a value at that time."""
 
     seconds: float
@@ -165,25 +165,27 @@ class JobReport:
         """The seconds at which a run other than the first began."""
         return [begin for begin, _ in self._timed()][1:]
 
-    def rows_over_time(self) -> list[Point]:
+    def rows_over_time(self) -> list[TimedValue]:
         return [
-            Point(begin + sample["s"], before + sample["done"])
+            TimedValue(begin + sample["s"], before + sample["done"])
             for (begin, run), before in zip(self._timed(), self.rows_before, strict=True)
             for sample in run.samples
         ]
 
-    def memory_over_time(self) -> list[Point]:
-        return [Point(begin + sample["s"], sample["ram"]) for begin, run in self._timed() for sample in run.samples]
+    def memory_over_time(self) -> list[TimedValue]:
+        return [
+            TimedValue(begin + sample["s"], sample["ram"]) for begin, run in self._timed() for sample in run.samples
+        ]
 
-    def rates(self, most: int = 120) -> list[Point]:
+    def rates(self, most: int = 120) -> list[TimedValue]:
         """Generated tokens per second, each over a part of the time; there are about `most` of them."""
-        shortest, found = max(self.seconds / most, 1e-9), list[Point]()
+        shortest, found = max(self.seconds / most, 1e-9), list[TimedValue]()
         for begin, run in self._timed():
             seconds = generated = 0.0
             for sample in run.samples:
                 if sample["s"] - seconds >= shortest and sample["s"] > seconds:
                     rate = (sample["generated"] - generated) / (sample["s"] - seconds)
-                    found.append(Point(begin + (seconds + sample["s"]) / 2, rate))
+                    found.append(TimedValue(begin + (seconds + sample["s"]) / 2, rate))
                     seconds, generated = sample["s"], sample["generated"]
         return found
 

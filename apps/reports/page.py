@@ -26,7 +26,7 @@ LEVELS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ChartLine:
     """Points (seconds or count, value) in their order; `style` is a class of the page. A break begins a new stroke.
     `dots` is a class for a dot at each point."""
 
@@ -38,7 +38,7 @@ class Line:
 
 def over_time(
     label: str,
-    lines: Sequence[Line],
+    lines: Sequence[ChartLine],
     number: Callable[[float], str],
     *,
     breaks: Iterable[float] = (),
@@ -72,7 +72,7 @@ def over_time(
 
 
 def by_count(
-    label: str, lines: Sequence[Line], number: Callable[[float], str], unit: str, *, log: bool = False
+    label: str, lines: Sequence[ChartLine], number: Callable[[float], str], unit: str, *, log: bool = False
 ) -> Markup:
     """Lines over counts of `unit` on a logarithmic axis. Values are on one from 0 on, and with `log` on one of powers
     of ten, which leaves out points that are not above 0; `number` writes them. Counts are above 0."""
@@ -234,16 +234,16 @@ def _charts(report: JobReport) -> Iterator[tuple[str, Markup]]:
     """Those that something was recorded for."""
     breaks, rows, rates = report.breaks(), report.rows_over_time(), report.rates()
     if len(rows) > 1:
-        found = over_time("Rows over time", [Line(rows, steps=True)], _number, breaks=breaks, most=report.num_rows)
+        found = over_time("Rows over time", [ChartLine(rows, steps=True)], _number, breaks=breaks, most=report.num_rows)
         yield "rows", found
     if len(rates) > 1:
-        expected = [Line([(begin, rate), (end, rate)], "expected") for begin, end, rate in report.expected_rates()]
-        yield "rates", over_time("Tokens per second over time", [*expected, Line(rates)], _number, breaks=breaks)
+        expected = [ChartLine([(begin, rate), (end, rate)], "expected") for begin, end, rate in report.expected_rates()]
+        yield "rates", over_time("Tokens per second over time", [*expected, ChartLine(rates)], _number, breaks=breaks)
     memory, budget = report.memory_over_time(), report.ram_budget
     if len(memory) > 1:
-        lines = [Line(memory)]
+        lines = [ChartLine(memory)]
         if budget is not None:
-            lines.insert(0, Line([(0.0, budget), (memory[-1].seconds, budget)], "expected"))
+            lines.insert(0, ChartLine([(0.0, budget), (memory[-1].seconds, budget)], "expected"))
         yield "memory", over_time("Memory over time", lines, gib, breaks=breaks, unit=GIB)
     if phases := report.phases():
         yield "phases", parts_bar("Seconds by phase", {PHASES[name]: seconds for name, seconds in phases.items()})
@@ -349,7 +349,7 @@ def _figure(
         known = [(x, y) for x, y in zip(counts, found, strict=True) if y is not None]
         index = names.index(name.removesuffix(_PREDICTED))
         dashed = "" if name in names else " dashed"
-        lines.append(Line(known, f"series-{index}{dashed}", dots=f"dots-{index}"))
+        lines.append(ChartLine(known, f"series-{index}{dashed}", dots=f"dots-{index}"))
     head = ["sequences", *(f"{count:,}" for count in counts)]
     rows = [[name, *("-" if y is None else number(y) for y in found)] for name, found in values.items()]
     # A point alone is no curve: its table says all.

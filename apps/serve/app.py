@@ -17,7 +17,7 @@ from .batches import BatchQueue
 from .engine_thread import CONTENT_TYPE, EngineThread, metrics_text
 from .errors import ApiError, not_found, of_failure, refused
 from .files import BATCH, FileStore, StoredFile, UploadForm, checked_name, page
-from .limits import Limits
+from .limits import ServerLimits
 from .live import LAST_EVENT, Event, Finished, LiveRequest, RequestReader, as_event, chunks, first_chunk
 
 _MOST_LISTED = 10_000
@@ -58,7 +58,7 @@ class Service:
     reader: RequestReader
     files: FileStore
     batches: BatchQueue
-    limits: Limits
+    limits: ServerLimits
     turns: Turns
 
 

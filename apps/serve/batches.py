@@ -42,7 +42,7 @@ from ...face import (
 from .engine_thread import EngineThread
 from .errors import ApiError, not_found, refused
 from .files import BATCH, FileStore, new_id, read_records, write_new
-from .limits import Limits
+from .limits import ServerLimits
 
 _BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
 _ENDPOINTS = (Endpoint.CHAT.value, Endpoint.COMPLETION.value)
@@ -52,7 +52,7 @@ _FATAL = (errors.ExportFailed, errors.JournalFailed, errors.MemoryGaveOut, error
 
 
 @dataclass(slots=True)
-class Batch:
+class ServedBatch:
     """OpenAI's batch, and what its record has on disk. Times are seconds since 1970."""
 
     id: str
@@ -119,7 +119,9 @@ class BatchSettings:
 class BatchQueue:
     """The batches of one server. Public methods may be called from any thread."""
 
-    def __init__(self, folder: Path, files: FileStore, engine: EngineThread, settings: BatchSettings, limits: Limits):
+    def __init__(
+        self, folder: Path, files: FileStore, engine: EngineThread, settings: BatchSettings, limits: ServerLimits
+    ):
         self.died: Callable[[BaseException], None] = lambda error: None
         self._folder = folder / "batches"
         self._folder.mkdir(mode=0o700, exist_ok=True)
@@ -128,11 +130,11 @@ class BatchQueue:
         self._settings = settings
         self._limits = limits
         self._lock = threading.RLock()
-        self._batches: dict[str, Batch] = {}
-        self._waiting: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._batches: dict[str, ServedBatch] = {}
+        self._waiting: queue.SimpleQueue[ServedBatch | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
         for batch in sorted(
-            read_records(self._folder, "batch_*.json", Batch), key=lambda each: (each.created_at, each.id)
+            read_records(self._folder, "batch_*.json", ServedBatch), key=lambda each: (each.created_at, each.id)
         ):
             self._batches[batch.id] = batch
             if not batch.ended:
@@ -165,7 +167,7 @@ class BatchQueue:
             raise refused("input_file_id must be the id of a file", "input_file_id", "invalid_type")
         if self._files.get(file_id).purpose != BATCH:
             raise refused(f'{file_id} was not uploaded with the purpose "{BATCH}"', "input_file_id")
-        batch = Batch(new_id("batch_"), str(endpoint), file_id, int(time.time()), _metadata(body.get("metadata")))
+        batch = ServedBatch(new_id("batch_"), str(endpoint), file_id, int(time.time()), _metadata(body.get("metadata")))
         with self._lock:
             unfinished = sum(not each.ended for each in self._batches.values())
             if unfinished >= self._limits.queued or len(self._batches) >= self._limits.batches:
@@ -204,27 +206,27 @@ class BatchQueue:
         with self._lock:
             return any(batch.input_file_id == file_id and not batch.ended for batch in self._batches.values())
 
-    def _find(self, batch_id: str) -> Batch:
+    def _find(self, batch_id: str) -> ServedBatch:
         batch = self._batches.get(batch_id) if _BATCH_ID.fullmatch(batch_id) else None
         if batch is None:
             raise not_found("batch", batch_id)
         return batch
 
-    def enter(self, batch: Batch, status: str) -> None:
+    def enter(self, batch: ServedBatch, status: str) -> None:
         """The batch goes on; one that is being cancelled stays so until it has ended."""
         with self._lock:
             if batch.status != "cancelling":
                 batch.enter(status)
                 self._save(batch)
 
-    def _save(self, batch: Batch) -> None:
+    def _save(self, batch: ServedBatch) -> None:
         with self._lock:
             write_atomically(self._record(batch), json.dumps(asdict(batch)).encode())
 
-    def _record(self, batch: Batch) -> Path:
+    def _record(self, batch: ServedBatch) -> Path:
         return self._folder / f"{batch.id}.json"
 
-    def _paths(self, batch: Batch) -> OutputPaths:
+    def _paths(self, batch: ServedBatch) -> OutputPaths:
         return OutputPaths(self._folder / f"{batch.id}.jsonl")
 
     def _run(self) -> None:
@@ -238,7 +240,7 @@ class BatchQueue:
                 # The record stays as it is: the next server resumes the batch.
                 return
 
-    def _outcome(self, batch: Batch, loaded: LoadedModel) -> str | None:
+    def _outcome(self, batch: ServedBatch, loaded: LoadedModel) -> str | None:
         """What became of a batch: a status of _ENDED, or None where the server stops before its end."""
         folder = JobFolder(self._paths(batch).job)
         if batch.status == "cancelling" and not folder.begun:
@@ -265,7 +267,7 @@ class BatchQueue:
             self._fail(batch, "server_error", f"{type(error).__name__}: {error}")
         return None
 
-    def _request(self, batch: Batch) -> BatchRequest:
+    def _request(self, batch: ServedBatch) -> BatchRequest:
         settings = self._settings
         options = {name: value for name, value in settings.options.items() if name in _OF_JOBS}
         return batch_request(
@@ -275,13 +277,13 @@ class BatchQueue:
             **{**options, "input_format": "jsonl", "max_tokens": settings.max_tokens, "seed": settings.seed},
         )
 
-    def _fail(self, batch: Batch, code: str, message: str) -> None:
+    def _fail(self, batch: ServedBatch, code: str, message: str) -> None:
         path = str(self._files.path(self._files.get(batch.input_file_id)))
         with self._lock:
             batch.fail(code, message.replace(path, batch.input_file_id))
             self._save(batch)
 
-    def _end(self, batch: Batch, outcome: str | None) -> None:
+    def _end(self, batch: ServedBatch, outcome: str | None) -> None:
         if outcome is None:
             return
         paths = self._paths(batch)
@@ -301,7 +303,7 @@ _OF_JOBS = ("ram", "gpu_mem", "disk", "disk_dir", "dtype", "quant", "compute", "
 class _BatchRun:
     """One run of a batch; the methods of a watcher are called on the engine's thread."""
 
-    def __init__(self, owner: BatchQueue, batch: Batch, request: BatchRequest) -> None:
+    def __init__(self, owner: BatchQueue, batch: ServedBatch, request: BatchRequest) -> None:
         self._owner = owner
         self._batch = batch
         self._request = request

@@ -31,16 +31,16 @@ class JobWatcher(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Totals:
+class ServerTotals:
     """Counters since the start, which only grow."""
 
     passes: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
 
-    def plus(self, now: Metrics, before: Totals) -> Totals:
+    def plus(self, now: Metrics, before: ServerTotals) -> ServerTotals:
         """With what `now` counts beyond `before`."""
-        return Totals(
+        return ServerTotals(
             self.passes + now.passes - before.passes,
             self.prompt_tokens + now.prompt_tokens - before.prompt_tokens,
             self.generated_tokens + now.generated_tokens - before.generated_tokens,
@@ -63,7 +63,7 @@ class EngineThread:
         """`options` are those of an LLM. `start` loads the model."""
         self.ready: Future[LoadedModel] = Future()
         self.died: Future[BaseException | None] = Future()
-        self.totals = Totals()
+        self.totals = ServerTotals()
         # Whether an error has ended a pass: the engine cannot be used any more.
         self.broken = False
         self._model = model
@@ -140,7 +140,7 @@ class EngineThread:
         return None
 
     def _run_passes(self, engine: Engine, heap: Heap) -> None:
-        counting, counted = engine.metrics, Totals()
+        counting, counted = engine.metrics, ServerTotals()
         while self._wait_for_work(engine):
             if self._job is not None:
                 self._step_job(self._job, engine)
@@ -148,9 +148,9 @@ class EngineThread:
                 engine.step()
             if engine.metrics is not counting:
                 # A job counts from its beginning.
-                counting, counted = engine.metrics, Totals()
+                counting, counted = engine.metrics, ServerTotals()
             self.totals = self.totals.plus(counting, counted)
-            counted = Totals(counting.passes, counting.prompt_tokens, counting.generated_tokens)
+            counted = ServerTotals(counting.passes, counting.prompt_tokens, counting.generated_tokens)
             heap.after_pass()
             self._live = [request for request in self._live if not _ends(request, engine)]
 

@@ -23,7 +23,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 
 from ...face import write_atomically
 from .errors import ApiError, not_found, refused
-from .limits import Limits
+from .limits import ServerLimits
 
 _BAD = ".json.bad"
 _FILE_ID = re.compile(r"file-[0-9a-f]{24}")
@@ -113,7 +113,7 @@ def read_records(folder: Path, pattern: str, kind: type[_Record]) -> Iterator[_R
 class FileStore:
     """The files of one server; every method may be called from any thread."""
 
-    def __init__(self, folder: Path, limits: Limits) -> None:
+    def __init__(self, folder: Path, limits: ServerLimits) -> None:
         """Files are in `folder`/files; those that a killed server had not received whole are removed."""
         self._root = folder
         self._folder = folder / "files"

@@ -15,7 +15,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .errors import ApiError
-from .limits import Limits
+from .limits import ServerLimits
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -35,10 +35,10 @@ _SMALL_NBYTES = 64 << 10
 _MOST_DROPPED_NBYTES, _DROPPING_SECONDS = 16 << 20, 2.0
 
 
-class Gate:
+class RequestGate:
     """Refuses what no route should see, in the API's own shape."""
 
-    def __init__(self, app: App, key: str | None, limits: Limits) -> None:
+    def __init__(self, app: App, key: str | None, limits: ServerLimits) -> None:
         """Without a key only this machine may ask, and no page of a browser."""
         self._app = app
         self._key = None if key is None else key.encode()
@@ -86,7 +86,7 @@ class Gate:
 class RequestRates:
     """A token bucket for each address: full with `burst` tokens, of which a request takes one."""
 
-    def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, limits: ServerLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits
         self._clock = clock
         # Tokens and when they were counted, the address that asked last at the end.
@@ -124,7 +124,7 @@ def _refuse_other_hosts(headers: dict[bytes, bytes]) -> None:
 class _Bodies:
     """The large bodies of all open requests, which are in memory; uploads go to disk as they come."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: ServerLimits) -> None:
         self._most = limits.bodies_nbytes
         self._nbytes = 0
 
@@ -142,7 +142,7 @@ class _Bodies:
 class _Guarded:
     """One request: its body within bytes and seconds, and its answer taken in time."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits, bodies: _Bodies) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, limits: ServerLimits, bodies: _Bodies) -> None:
         self._bodies = None if scope["path"] == _UPLOADS else bodies
         upload = scope["path"] == _UPLOADS and scope["method"] == "POST"
         # A form has its boundaries beside the file.
@@ -224,7 +224,7 @@ class _Guarded:
         return ApiError(413, f"the body is larger than {self._most_nbytes:,} bytes", code="request_too_large")
 
 
-def bounded_protocol(limits: Limits) -> type[H11Protocol]:
+def bounded_protocol(limits: ServerLimits) -> type[H11Protocol]:
     """uvicorn's protocol; a connection ends where headers are not complete in time, where nobody reads its answer, and
     without a request where there are too many."""
 

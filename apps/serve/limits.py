@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ServerLimits:
     """Bytes, counts and seconds.
 
     `upload_nbytes` bounds one file, `body_nbytes` any other body. `files` and `batches` are kept at a time,

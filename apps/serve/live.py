@@ -13,7 +13,7 @@ from .files import new_id
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class AnswerPiece:
     """Text that does not change any more of one choice."""
 
     index: int
@@ -28,7 +28,7 @@ class Finished:
     body: dict[str, Any]
 
 
-Event = Piece | Finished | ApiError
+Event = AnswerPiece | Finished | ApiError
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class LiveRequest:
         if self._in_pieces:
             reasoning, content = self.opened.take(index)
             if reasoning or content:
-                self.emit(Piece(index, reasoning, content))
+                self.emit(AnswerPiece(index, reasoning, content))
 
 
 class RequestReader:
@@ -137,9 +137,9 @@ def _wanted(body: Mapping[str, Any]) -> Wanted:
     return Wanted(stream, options.get("include_usage") is True)
 
 
-def chunks(live: LiveRequest, event: Piece | Finished) -> list[dict[str, Any]]:
+def chunks(live: LiveRequest, event: AnswerPiece | Finished) -> list[dict[str, Any]]:
     """The objects of OpenAI's stream that an event becomes."""
-    if isinstance(event, Piece):
+    if isinstance(event, AnswerPiece):
         return [_chunk(live, [_delta(live, event.index, event.reasoning, event.content)])]
     choices = [_last(live, choice) for choice in event.body["choices"]]
     ended = [_chunk(live, choices)]

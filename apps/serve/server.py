@@ -19,8 +19,8 @@ from .app import Service, Turns, make_app
 from .batches import BatchQueue, BatchSettings
 from .engine_thread import EngineThread
 from .files import FileStore
-from .gate import LOOPBACK, Gate, bounded_protocol
-from .limits import Limits
+from .gate import LOOPBACK, RequestGate, bounded_protocol
+from .limits import ServerLimits
 from .listener import listen
 from .live import RequestReader
 
@@ -43,7 +43,7 @@ class ServerSettings:
     max_tokens: int = 512
     seed: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
-    limits: Limits = field(default_factory=Limits)
+    limits: ServerLimits = field(default_factory=ServerLimits)
 
     def check(self) -> None:
         """Raises BadArgument for a server that others could reach without a key."""
@@ -143,7 +143,7 @@ def serve(settings: ServerSettings, say: Callable[[str], None]) -> None:
         server.run()
 
 
-def _most_connections(limits: Limits) -> int:
+def _most_connections(limits: ServerLimits) -> int:
     """Half of the files that this process may open: the other half is for batches."""
     most, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most < _WANTED_FILES:
@@ -154,7 +154,7 @@ def _most_connections(limits: Limits) -> int:
 
 def _config(settings: ServerSettings, service: Service) -> uvicorn.Config:
     return uvicorn.Config(
-        Gate(make_app(service), settings.key, settings.limits),
+        RequestGate(make_app(service), settings.key, settings.limits),
         http=bounded_protocol(settings.limits),
         ws="none",
         lifespan="off",

@@ -23,7 +23,7 @@ from moedge.runtime.loading.engine_loader import LoadedEngine
 from moedge.runtime.loading.machine_memory import MachineMemory, open_memory
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import budget_range, make_plan
-from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.settings.settings import Budgets, DeviceBudget, MemoryBudget, Settings
 from moedge.runtime.source.model_source import ModelSource
 
@@ -125,7 +125,7 @@ def _passes(loaded: LoadedEngine, live: int, prompt: int, vocab: int) -> tuple[l
     generator, engine = torch.Generator().manual_seed(7), loaded.engine
     for _ in range(live):
         ids = torch.randint(5, vocab - 5, (prompt,), generator=generator).tolist()
-        engine.add(Sequence(ids, SamplingParams(STEADY, ignore_eos=True)))
+        engine.add(Sequence(ids, SequenceSampling(STEADY, ignore_eos=True)))
     prompts, steady = [], []
     while engine.busy:
         before, begun = engine.metrics.prompt_tokens, time.perf_counter()

@@ -218,7 +218,7 @@ def prepare(task: Task) -> Iterator[Prepared]:
 def run_moedge(task: Task) -> Iterator[Timing]:
     from moedge.runtime.engine.sequence import Sequence
     from moedge.runtime.loading.engine_loader import load_engine
-    from moedge.runtime.sampling.params import SamplingParams
+    from moedge.runtime.sampling.params import SequenceSampling
 
     with planned(task) as (source, plan, store), closing(load_engine(source, plan, store)) as loaded:
         engine = loaded.engine
@@ -230,7 +230,7 @@ def run_moedge(task: Task) -> Iterator[Timing]:
         def run(load: Load) -> Ran:
             batch = load.sequences
             for prompt in task.prompts(load):
-                engine.add(Sequence(prompt, SamplingParams(load.new, ignore_eos=True)))
+                engine.add(Sequence(prompt, SequenceSampling(load.new, ignore_eos=True)))
             popularity.start_counting()
             wanted = None
             begun = time.perf_counter()

@@ -29,7 +29,7 @@ from moedge.runtime.engine.sequence import Batch, Sequence, pack
 from moedge.runtime.kv.cache import KVCache
 from moedge.runtime.kv.pool import KVPool
 from moedge.runtime.kv.spec import KVSpec
-from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.shape.model_shape import KVGroup
 
 # Query heads, KV heads, head size.
@@ -60,7 +60,7 @@ class Decode:
         scattered = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).tolist()
         self.sequences = []
         for length in lengths:
-            sequence = Sequence([0] * length, SamplingParams(1))
+            sequence = Sequence([0] * length, SequenceSampling(1))
             count = spec.blocks_for(length)
             sequence.table.blocks, scattered = [scattered[:count]], scattered[count:]
             sequence.table.num_tokens = length - 1

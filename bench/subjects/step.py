@@ -34,7 +34,7 @@ from moedge.runtime.kv.cache import KVCache
 from moedge.runtime.kv.pool import KVPool
 from moedge.runtime.kv.spec import KVSpec
 from moedge.runtime.sampling.draw import Draw, Sampled
-from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.sampling.sampler import Sampler, TokenMasks
 from moedge.runtime.shape.model_shape import KVGroup
 from moedge.runtime.text.tokenizer import Tokenizer
@@ -71,10 +71,10 @@ class TimedSampler(Sampler):
         return samples
 
 
-def params_of(kind: str, index: int, max_tokens: int) -> SamplingParams:
+def params_of(kind: str, index: int, max_tokens: int) -> SequenceSampling:
     if kind == "mixed":
         kind = KINDS[index % 3]
-    return SamplingParams(
+    return SequenceSampling(
         max_tokens,
         temperature=0.0 if kind == "greedy" else 0.7,
         top_p=1.0 if kind == "greedy" else 0.9,

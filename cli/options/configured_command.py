@@ -36,7 +36,7 @@ class ConfigError(MoedgeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ConfigEntry:
     """`command` is "" for a setting that serves every command; `origin` is `FILE:LINE`.
 
     `table` is "" or the [profile.NAME] or [machine.HOST] that has the setting, such as "profile.night".
@@ -63,7 +63,7 @@ def config_paths() -> tuple[Path, Path]:
     return user_config_path("moedge") / PROJECT_FILE, Path(PROJECT_FILE)
 
 
-def read_entries(path: Path) -> list[Entry]:
+def read_entries(path: Path) -> list[ConfigEntry]:
     """Reads a settings file; returns [] if it does not exist. Raises ConfigError."""
     text = _text(path)
     try:
@@ -86,7 +86,7 @@ def _text(path: Path) -> str:
         raise ConfigError(f"{path}: {error.strerror}") from None
 
 
-def _entries(document: dict[str, Any], path: Path, lines: dict[tuple[str, str], int]) -> Iterator[Entry]:
+def _entries(document: dict[str, Any], path: Path, lines: dict[tuple[str, str], int]) -> Iterator[ConfigEntry]:
     for name, value in document.items():
         if name in CONDITIONAL and isinstance(value, dict):
             for inner, settings in value.items():
@@ -103,8 +103,8 @@ def _entries(document: dict[str, Any], path: Path, lines: dict[tuple[str, str], 
             yield _entry(command, key, setting, path, lines.get((command, key)))
 
 
-def _entry(command: str, key: str, value: Any, path: Path, line: int | None, table: str = "") -> Entry:
-    return Entry(command, key, value, f"{path}:{line}" if line else f"{path}", path.parent, table)
+def _entry(command: str, key: str, value: Any, path: Path, line: int | None, table: str = "") -> ConfigEntry:
+    return ConfigEntry(command, key, value, f"{path}:{line}" if line else f"{path}", path.parent, table)
 
 
 def _lines(text: str) -> dict[tuple[str, str], int]:
@@ -229,7 +229,7 @@ class ConfiguredCommand(TyperCommand):
             else:
                 yield Setting(key, option.get_default(ctx), DEFAULT, option.name)
 
-    def _takes(self, entry: Entry, profile: str | None) -> bool:
+    def _takes(self, entry: ConfigEntry, profile: str | None) -> bool:
         """Whether an entry of a file counts for this command, on this machine, in a profile."""
         kind, _, name = entry.table.partition(".")
         if kind and name != (profile if kind == "profile" else socket.gethostname()):
@@ -296,7 +296,7 @@ def configured_commands(root: Any) -> dict[str, ConfiguredCommand]:
     return found
 
 
-def _checked(path: Path, commands: Mapping[str, ConfiguredCommand], ctx: Any) -> list[Entry]:
+def _checked(path: Path, commands: Mapping[str, ConfiguredCommand], ctx: Any) -> list[ConfigEntry]:
     """All entries of a file in increasing precedence, checked whichever command they are for."""
     entries = read_entries(path)
     for entry in entries:
@@ -304,7 +304,7 @@ def _checked(path: Path, commands: Mapping[str, ConfiguredCommand], ctx: Any) ->
     return sorted(entries, key=lambda entry: entry.rank)
 
 
-def _check(entry: Entry, commands: Mapping[str, ConfiguredCommand], ctx: Any) -> None:
+def _check(entry: ConfigEntry, commands: Mapping[str, ConfiguredCommand], ctx: Any) -> None:
     tables = {command.table for command in commands.values()} - {""}
     if entry.command and entry.command not in tables:
         tables |= set(CONDITIONAL)
@@ -319,7 +319,7 @@ def _check(entry: Entry, commands: Mapping[str, ConfiguredCommand], ctx: Any) ->
             _check_value(entry, options[entry.key], ctx)
 
 
-def _check_value(entry: Entry, option: Any, ctx: Any) -> None:
+def _check_value(entry: ConfigEntry, option: Any, ctx: Any) -> None:
     found = f"{entry.origin}: {entry.key} = {_shown(entry.value)}"
     if option.is_flag != isinstance(entry.value, bool):
         raise ConfigError(f"{found}; wanted {'true or false' if option.is_flag else 'a value, not true or false'}")
@@ -347,7 +347,7 @@ def _plain(message: str) -> str:
     return message.removeprefix("Value error, ")
 
 
-def _from_file(entry: Entry, option: Any) -> Setting:
+def _from_file(entry: ConfigEntry, option: Any) -> Setting:
     value = entry.value
     if _is_path(option):
         value = str(entry.folder / Path(value).expanduser())
@@ -366,7 +366,7 @@ def _warn_of_unknown_variables(commands: Mapping[str, ConfiguredCommand]) -> Non
             print(f"warning: unknown variable {name} is ignored{_nearest(name, known)}", file=sys.stderr)
 
 
-def _refuse_unknown_profile(profile: str | None, entries: list[Entry]) -> None:
+def _refuse_unknown_profile(profile: str | None, entries: list[ConfigEntry]) -> None:
     known = {entry.table.partition(".")[2] for entry in entries if entry.table.startswith("profile.")}
     if profile is not None and profile not in known:
         files = " and ".join(map(str, config_paths()))

@@ -25,7 +25,7 @@ BUILD = "install g++, then: python -m moedge.quant.native.build"
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedLibrary:
     """The library, and the instruction set that its kernels use; `library` is None where `lack` says why not."""
 
     library: CDLL | None = None
@@ -34,18 +34,18 @@ class Loaded:
 
 
 @cache
-def loaded() -> Loaded:
+def loaded() -> LoadedLibrary:
     """The library, loaded once in a process."""
     wanted = os.environ.get("MOEDGE_ISA", "")
     if wanted == "none":
-        return Loaded(lack="MOEDGE_ISA=none")
+        return LoadedLibrary(lack="MOEDGE_ISA=none")
     if wanted and wanted not in SETS:
-        return Loaded(lack=f"MOEDGE_ISA={wanted} is unknown; use none, {', '.join(SETS)}")
+        return LoadedLibrary(lack=f"MOEDGE_ISA={wanted} is unknown; use none, {', '.join(SETS)}")
     library, lack = _opened()
     if library is None:
-        return Loaded(lack=lack)
+        return LoadedLibrary(lack=lack)
     isa = choose(library, wanted or list(SETS)[-1])
-    return Loaded(library, isa) if isa else Loaded(lack="this processor has no AVX2")
+    return LoadedLibrary(library, isa) if isa else LoadedLibrary(lack="this processor has no AVX2")
 
 
 def _opened() -> tuple[CDLL | None, str]:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from ...offload.machine.hardware import num_workers
 from ...quant.matmul.thread_pool import WorkerPool
-from ..engine.sequence import Batch, Chunk
+from ..engine.sequence import Batch, TokenChunk
 from ..kv.cache import KVCache, LayerIndex
 from ..kv.pool import KVPool
 from ..settings.errors import UnsupportedModel
@@ -55,7 +55,7 @@ class TokenChooser:
         slots, keys = self._slots.of(batch, location.group), index.k[: batch.num_tokens]
         pool.write(location.index, slots.block_ids, slots.offsets, keys, keys[..., :0])
 
-    def choose(self, index: IndexQuery, chunk: Chunk, rows: range, length: int) -> torch.Tensor:
+    def choose(self, index: IndexQuery, chunk: TokenChunk, rows: range, length: int) -> torch.Tensor:
         """The positions int32 [len(rows), min(count, length)] that rows, which are positions, attend to.
 
         Positions behind a row are among them only where fewer tokens are before it. Rows outside the chunk have any.
@@ -69,7 +69,7 @@ class TokenChooser:
         return index.chosen[key]
 
     def hide(
-        self, mask: torch.Tensor | None, index: IndexQuery, chunk: Chunk, rows: range, like: torch.Tensor
+        self, mask: torch.Tensor | None, index: IndexQuery, chunk: TokenChunk, rows: range, like: torch.Tensor
     ) -> torch.Tensor:
         """The mask [len(rows), L] that is added to scores over like [H, L, D], with -inf for what was not chosen."""
         length = like.shape[1]
@@ -83,7 +83,7 @@ class TokenChooser:
         location = self._cache.indexers[index.layer]
         return location, self._cache.pools[location.group]
 
-    def _scores(self, index: IndexQuery, chunk: Chunk, rows: range, length: int) -> torch.Tensor:
+    def _scores(self, index: IndexQuery, chunk: TokenChunk, rows: range, length: int) -> torch.Tensor:
         """The scores float32 [len(rows), length], -inf behind each row."""
         location, pool = self._of(index)
         end = chunk.past + chunk.count
@@ -177,7 +177,7 @@ class LatentAttention:
         self,
         call: AttentionCall,
         layer_index: LayerIndex,
-        chunk: Chunk,
+        chunk: TokenChunk,
         q: torch.Tensor,
         stored: tuple[torch.Tensor, torch.Tensor],
         out: torch.Tensor,
@@ -206,7 +206,7 @@ class LatentAttention:
                 out[rows, heads] = result[..., : weights.value_rows]
 
     def _absorbed_rows(
-        self, call: AttentionCall, layer_index: LayerIndex, chunk: Chunk, q: torch.Tensor, out: torch.Tensor
+        self, call: AttentionCall, layer_index: LayerIndex, chunk: TokenChunk, q: torch.Tensor, out: torch.Tensor
     ) -> None:
         """Fills out [n, Hq, V] for the n rows q of one chunk, in aligned tiles of rows and keys."""
         self.num_absorbed += chunk.count
@@ -232,7 +232,7 @@ class LatentAttention:
         self,
         call: AttentionCall,
         layer_index: LayerIndex,
-        chunk: Chunk,
+        chunk: TokenChunk,
         q: torch.Tensor,
         table: torch.Tensor,
         out: torch.Tensor,

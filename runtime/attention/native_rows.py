@@ -19,7 +19,7 @@ from ...quant.kv.format import VectorFormat
 from ...quant.matmul.thread_pool import WorkerPool
 from ...quant.native.calls import Kernel, attention_kernels, attention_scratch_nbytes
 from ...quant.native.library import CONSTANTS, ENUMS, NativeAttention, NativeAttentionStep, NativeVectors
-from ..engine.sequence import Batch, Chunk
+from ..engine.sequence import Batch, TokenChunk
 from ..kv.cache import KVCache
 from ..kv.pool import KVPool
 from .choice import PARTIALS_NBYTES, SINGLE_THREAD_NUMEL
@@ -151,7 +151,7 @@ class RowAttention:
         for wave in plan.waves(arguments.group, self._workers.size):
             self._run(arguments, wave, single)
 
-    def _make(self, call: AttentionCall, chunks: Sequence[Chunk], group: int, gathered: bool) -> RowPlan:
+    def _make(self, call: AttentionCall, chunks: Sequence[TokenChunk], group: int, gathered: bool) -> RowPlan:
         spec = self._cache.pools[group].spec
         tables = [chunk.sequence.table.blocks[group] for chunk in chunks]
         padded = np.zeros((len(tables), max(map(len, tables))), np.int32)
@@ -221,7 +221,7 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // 64) * 64
 
 
-def _runs(table: int, row: int, chunk: Chunk) -> Iterator[tuple[int, int, int, int]]:
+def _runs(table: int, row: int, chunk: TokenChunk) -> Iterator[tuple[int, int, int, int]]:
     """The rows of a chunk, which begin at `row`, in runs of at most ROWS: (table, row, count, position)."""
     for first in range(0, chunk.count, ROWS):
         yield table, row + first, min(ROWS, chunk.count - first), chunk.past + first

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ...quant.kernels.upload import upload
-from ..engine.sequence import Batch, Chunk
+from ..engine.sequence import Batch, TokenChunk
 from ..kv.cache import KVCache
 from ..kv.pool import KVPool
 from ..settings.errors import UnsupportedModel
@@ -101,7 +101,7 @@ class AttentionCall:
         return 0 if self.window is None else max(0, position - self.window + 1)
 
 
-class Store(Protocol):
+class StoreFunction(Protocol):
     def __call__(self, pool: KVPool, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Stores k, v [T, H, D] of the group's `layer`-th layer in slots int64 [T]: block id * block + offset."""
 
@@ -113,13 +113,13 @@ class AttentionBackend(Protocol):
         """Stores the pass's k, v [T, Hkv, D]; returns attention of q [T, Hq, D] over them and the past, [T, Hq, D]."""
 
 
-def is_causal_prefill(call: AttentionCall, chunk: Chunk) -> bool:
+def is_causal_prefill(call: AttentionCall, chunk: TokenChunk) -> bool:
     """Whether a chunk is a whole prompt whose rows attend to all rows before them: causal attention without a past."""
     reaches_all = all(reach is None or chunk.count <= reach for reach in (call.window, call.chunk))
     return chunk.past == 0 and chunk.count > 1 and reaches_all and call.is_plain and not call.leaves_out(chunk.count)
 
 
-def decodes(call: AttentionCall, chunk: Chunk) -> bool:
+def decodes(call: AttentionCall, chunk: TokenChunk) -> bool:
     """Whether a chunk is one token that attends to all tokens that it can reach."""
     return chunk.count == 1 and not call.leaves_out(chunk.past + 1)
 
@@ -140,7 +140,7 @@ class GroupSlots:
     slots: torch.Tensor
     block_ids: torch.Tensor
     offsets: torch.Tensor
-    tables: dict[Chunk, torch.Tensor]
+    tables: dict[TokenChunk, torch.Tensor]
 
     @classmethod
     def of(cls, batch: Batch, group: int, block: int, device: torch.device | str) -> GroupSlots:
@@ -154,7 +154,7 @@ class GroupSlots:
         )
 
 
-def slots_of(chunks: Sequence[Chunk], group: int, block: int) -> torch.Tensor:
+def slots_of(chunks: Sequence[TokenChunk], group: int, block: int) -> torch.Tensor:
     """The slots, block id * block + offset, of a pass in one layer group: int64 [T]."""
     slots = np.empty(chunks[-1].end if chunks else 0, np.int64)
     for chunk in chunks:
@@ -168,7 +168,7 @@ def slots_of(chunks: Sequence[Chunk], group: int, block: int) -> torch.Tensor:
     return torch.from_numpy(slots)
 
 
-def padded_tables(chunks: Sequence[Chunk], group: int) -> torch.Tensor:
+def padded_tables(chunks: Sequence[TokenChunk], group: int) -> torch.Tensor:
     """The block tables of the chunks in one layer group, padded with -1: int32 [B, max blocks]."""
     tables = [chunk.sequence.table.blocks[group] for chunk in chunks]
     padded = np.full((len(tables), max(map(len, tables), default=0)), -1, np.int32)
@@ -278,7 +278,7 @@ class PassPages:
         return [(row, chunk.begin - chunk.past, first, begin, end) for first in starts]
 
 
-def _kind_of(call: AttentionCall, chunk: Chunk, tiled: bool) -> str:
+def _kind_of(call: AttentionCall, chunk: TokenChunk, tiled: bool) -> str:
     if tiled:
         return "extend"
     if chunk.count == 1:

@@ -15,10 +15,10 @@ from ..engine.sequence import Batch, Sequence, pack
 from ..kv.cache import KVCache
 from ..kv.pool import KVPool
 from ..kv.spec import KVSpec
-from ..sampling.params import SamplingParams
+from ..sampling.params import SequenceSampling
 from ..shape.model_shape import KVGroup, ModelShape
 from .latent import LatentAttention
-from .protocol import AttentionBackend, AttentionCall, LatentWeights, Store
+from .protocol import AttentionBackend, AttentionCall, LatentWeights, StoreFunction
 from .torch_backend import TorchAttention
 
 # Of a bfloat16 row's units of roundoff: queries of quantized keys are rounded to integers of 8 bits, and weights again.
@@ -30,7 +30,7 @@ _STORED = 0.02
 _EXPANDED = 16
 
 
-class Heads(NamedTuple):
+class HeadCase(NamedTuple):
     """The heads of a layer group: of keys and values in one KV format, and `queries` for each of them."""
 
     group: KVGroup
@@ -58,14 +58,14 @@ DECODE = (Chunks("decode", ((69, 1), (4, 1), (299, 1))), Chunks("split", ((599, 
 EXTEND = (Chunks("extend", ((35, 5), (2, 5))),)
 
 
-def heads_of(shape: ModelShape, kv_format: str, block: int) -> Iterator[Heads]:
+def heads_of(shape: ModelShape, kv_format: str, block: int) -> Iterator[HeadCase]:
     """The distinct heads of a model; indexers of sparse attention have none."""
-    found: dict[Heads, None] = {}
+    found: dict[HeadCase, None] = {}
     for group in shape.kv_groups:
         if not group.is_index:
             queries = group.query_heads or max(1, _query_heads(shape, group) // group.kv_heads)
             # Which layers they are makes no difference.
-            found[Heads(replace(group, layers=(0,)), kv_format, queries, block)] = None
+            found[HeadCase(replace(group, layers=(0,)), kv_format, queries, block)] = None
     return iter(found)
 
 
@@ -78,7 +78,7 @@ def _query_heads(shape: ModelShape, group: KVGroup) -> int:
 
 @torch.inference_mode()
 def wrong_attention(
-    heads: Heads,
+    heads: HeadCase,
     dtype: torch.dtype,
     make: Callable[[KVCache], AttentionBackend],
     passes: tuple[Chunks, ...] = DECODE,
@@ -98,7 +98,7 @@ def wrong_attention(
 
 
 def attention_error(
-    heads: Heads,
+    heads: HeadCase,
     dtype: torch.dtype,
     make: Callable[[KVCache], AttentionBackend],
     chunks: Chunks,
@@ -117,7 +117,7 @@ def attention_error(
     return float(errors(found.cpu(), wanted).max())
 
 
-def wrong_store(heads: Heads, dtype: torch.dtype, store: Store, device: torch.device | str) -> Wrong | None:
+def wrong_store(heads: HeadCase, dtype: torch.dtype, store: StoreFunction, device: torch.device | str) -> Wrong | None:
     """Whether `store` writes other keys and values than the codec does: a few codes may be rounded the other way."""
     case = _Case(heads, dtype, Chunks("store", ((0, 21),)))
     wanted, pool = KVPool(case.spec, 3), KVPool(case.spec, 3, device)
@@ -140,7 +140,7 @@ def wrong_store(heads: Heads, dtype: torch.dtype, store: Store, device: torch.de
 class _Case:
     """Random queries, keys and values of a pass, and sequences whose blocks are in no order."""
 
-    def __init__(self, heads: Heads, dtype: torch.dtype, chunks: Chunks) -> None:
+    def __init__(self, heads: HeadCase, dtype: torch.dtype, chunks: Chunks) -> None:
         self.spec = KVSpec(heads.group, heads.kv_format, heads.block)
         self._heads, self._dtype, self._capped = heads, dtype, chunks.capped
         self._random = torch.Generator().manual_seed(0)
@@ -149,7 +149,7 @@ class _Case:
         free = torch.randperm(self._blocks, generator=self._random).tolist()
         chosen = []
         for (past, count), blocks in zip(chunks.chunks, counts, strict=True):
-            sequence = Sequence([0] * (past + count), SamplingParams(1))
+            sequence = Sequence([0] * (past + count), SequenceSampling(1))
             sequence.table.blocks, sequence.table.num_tokens = [[free.pop() for _ in range(blocks)]], past
             chosen.append((sequence, count))
         self.batch: Batch = pack(chosen)

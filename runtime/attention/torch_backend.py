@@ -14,14 +14,14 @@ import torch.nn.functional as F
 
 from ...offload.machine.hardware import num_workers
 from ...quant.matmul.thread_pool import WorkerPool
-from ..engine.sequence import Batch, Chunk
+from ..engine.sequence import Batch, TokenChunk
 from ..kv.allocator import NO_BLOCK
 from ..kv.cache import KVCache, LayerIndex
 from ..kv.pool import KVPool
 from ..shape.model_shape import KVGroup
 from .choice import GATHERED_NUMEL, ROWS
 from .native_rows import AttentionSteps, RowAttention, RowQuery, stored, stores_plainly
-from .protocol import AttentionCall, GroupSlots, PassSlots, Store, check_reach, decodes, is_causal_prefill
+from .protocol import AttentionCall, GroupSlots, PassSlots, StoreFunction, check_reach, decodes, is_causal_prefill
 
 
 def attend_rows(
@@ -184,7 +184,7 @@ class DecodeRuns:
             self._runs[group] = slots, [self._run(call, group, some) for some in self._split(call, group, chunks)]
         return self._runs[group][1]
 
-    def _split(self, call: AttentionCall, group: int, chunks: list[Chunk]) -> Iterator[list[Chunk]]:
+    def _split(self, call: AttentionCall, group: int, chunks: list[TokenChunk]) -> Iterator[list[TokenChunk]]:
         """Runs of chunks, longest pasts first, of at most GATHERED_NUMEL elements of keys, or of one chunk."""
         spec = self._cache.pools[group].spec
         chunks = sorted(chunks, key=lambda chunk: call.first_visible(chunk.past) - chunk.past)
@@ -194,12 +194,12 @@ class DecodeRuns:
             yield chunks[:count]
             chunks = chunks[count:]
 
-    def _blocks(self, call: AttentionCall, group: int, chunk: Chunk) -> list[int]:
+    def _blocks(self, call: AttentionCall, group: int, chunk: TokenChunk) -> list[int]:
         block = self._cache.block
         table = chunk.sequence.table.blocks[group]
         return table[call.first_visible(chunk.past) // block : chunk.past // block + 1]
 
-    def _run(self, call: AttentionCall, group: int, chunks: list[Chunk]) -> DecodeRun:
+    def _run(self, call: AttentionCall, group: int, chunks: list[TokenChunk]) -> DecodeRun:
         block, tables = self._cache.block, [self._blocks(call, group, chunk) for chunk in chunks]
         most = max(map(len, tables))
         # Whatever block fills up a table is hidden.
@@ -251,7 +251,7 @@ class TorchAttention:
         dtype: torch.dtype,
         tiled: bool,
         device: torch.device | str = "cpu",
-        store: Store | None = None,
+        store: StoreFunction | None = None,
         native: bool = False,
     ) -> None:
         """`store` writes keys and values into the pool; torch does where it is None.
@@ -324,7 +324,7 @@ class TorchAttention:
                 self.attend_past(call, layer_index, chunk, q[rows], out[rows])
 
     def attend_past(
-        self, call: AttentionCall, layer_index: LayerIndex, chunk: Chunk, q: torch.Tensor, out: torch.Tensor
+        self, call: AttentionCall, layer_index: LayerIndex, chunk: TokenChunk, q: torch.Tensor, out: torch.Tensor
     ) -> None:
         """Fills out [n, Hq, D] for the n rows q of one chunk, after its keys and values have been stored."""
         layer = _Layer.of(call, self.cache.pools[layer_index.group], layer_index.index, q)
@@ -394,7 +394,7 @@ class CacheReader:
         return [part.view(group.kv_heads, length, width) for part, width in zip(parts, widths, strict=True)]
 
 
-def row_tiles(chunk: Chunk, aligned: bool) -> Iterator[tuple[int, int]]:
+def row_tiles(chunk: TokenChunk, aligned: bool) -> Iterator[tuple[int, int]]:
     """Ranges of positions that cover the chunk: aligned to TILE_ROWS, or of up to ROWS positions."""
     last = chunk.past + chunk.count
     if aligned:

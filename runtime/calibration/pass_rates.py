@@ -45,7 +45,7 @@ from ..loading.prepare import prepare
 from ..plan.placement import RING_EXPERTS, Placement, Plan, Workload, largest_expert
 from ..plan.planner import choose_dtype, make_plan
 from ..plan.rates import INTEGERS, WIDE
-from ..sampling.params import SamplingParams
+from ..sampling.params import SequenceSampling
 from ..settings.errors import DoesNotFit
 from ..settings.settings import Budgets, MemoryBudget, Settings
 from ..shape.model_shape import KVGroup, ModelShape
@@ -146,7 +146,7 @@ def attend_once(
     device, blocks = cache.pools[0].memory.bytes.device, cache.pools[0].spec.blocks_for(LOOKED_AT)
     chosen = []
     for index in range(num_sequences):
-        sequence = Sequence([0] * LOOKED_AT, SamplingParams(1))
+        sequence = Sequence([0] * LOOKED_AT, SequenceSampling(1))
         sequence.table.blocks = [list(range(index * blocks, (index + 1) * blocks))]
         sequence.table.num_tokens = LOOKED_AT - count
         chosen.append((sequence, count))
@@ -341,7 +341,7 @@ def _passes(
     generator = torch.Generator().manual_seed(count)
     for _ in range(count):
         prompt = torch.randint(1, shape.vocab, (length,), generator=generator).tolist()
-        engine.add(Sequence(prompt, SamplingParams(DECODED, ignore_eos=True)))
+        engine.add(Sequence(prompt, SequenceSampling(DECODED, ignore_eos=True)))
     engine.start_counting()
     timed = []
     model = engine.model = _TimedModel(engine.model, device)

@@ -14,7 +14,7 @@ import torch
 from ..kv.allocator import BlockTable
 from ..sampling.draw import TokenHistory
 from ..sampling.grammar import GrammarState
-from ..sampling.params import FinishReason, SamplingParams, TokenLogprob
+from ..sampling.params import FinishReason, SequenceSampling, TokenLogprob
 
 
 class SequenceStatus(Enum):
@@ -90,7 +90,7 @@ class Sequence:
     """
 
     prompt_ids: list[int]
-    params: SamplingParams
+    params: SequenceSampling
     eos_ids: frozenset[int] = frozenset()
     sample: int = 0
     text: StopText | None = None
@@ -236,7 +236,7 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class TokenChunk:
     """`count` pending tokens of one sequence, at rows `begin` and on of the pass; `past` tokens are stored already.
 
     `samples` says that the chunk reaches the sequence's last token, so that the pass yields its next one, and the
@@ -268,7 +268,7 @@ class Batch:
     [1, T], positions [1, T], logit_rows [R] (rows of T, one for each of `sampling`, then one for each of `scoring`).
     """
 
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[TokenChunk, ...]
     token_ids: torch.Tensor
     positions: torch.Tensor
     logit_rows: torch.Tensor
@@ -305,7 +305,7 @@ def halves(batch: Batch) -> tuple[Batch, Batch]:
 
 def _pack(parts: list[tuple[Sequence, int, int]]) -> Batch:
     """Packs (sequence, number of tokens that are stored, number of tokens that follow them)."""
-    chunks: list[Chunk] = []
+    chunks: list[TokenChunk] = []
     token_ids: list[int] = []
     positions: list[int] = []
     logit_rows: list[int] = []
@@ -315,7 +315,7 @@ def _pack(parts: list[tuple[Sequence, int, int]]) -> Batch:
     for sequence, past, count in parts:
         samples = past + count == sequence.num_tokens
         forks = tuple(sequence.forks) if samples else ()
-        chunk = Chunk(sequence, len(token_ids), past, count, samples, forks)
+        chunk = TokenChunk(sequence, len(token_ids), past, count, samples, forks)
         chunks.append(chunk)
         token_ids += sequence.tokens(past, past + count)
         positions += range(past, past + count)

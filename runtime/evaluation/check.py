@@ -24,7 +24,7 @@ from ..model.experts_seam import PackedExperts
 from ..model.fused.layer import FusedLayer
 from ..model.runner import ModelRunner
 from ..plan.placement import Workload
-from ..sampling.params import SamplingParams
+from ..sampling.params import SequenceSampling
 from ..settings.errors import SettingError
 from ..settings.settings import Budgets, Settings
 from ..settings.stages import stage
@@ -317,7 +317,7 @@ def _trace(model: OpenModel, prompts: list[list[int]], settings: Settings, budge
         loaded = model.load(settings, budgets, Workload(len(prompts), most))
     finally:
         ANY_KERNEL.reset(before)
-    sequences = [sequence.Sequence(each, SamplingParams(MAX_TOKENS, ignore_eos=True)) for each in prompts]
+    sequences = [sequence.Sequence(each, SequenceSampling(MAX_TOKENS, ignore_eos=True)) for each in prompts]
     hidden = torch.zeros(len(shape.layers), len(prompts), most - 1, shape.hidden)
     logits = torch.zeros(len(prompts), MAX_TOKENS, shape.vocab)
     engine, runner = loaded.engine.engine, loaded.engine.model

@@ -21,7 +21,7 @@ from ..jobs.report import summarise
 from ..jobs.stop import DeferredInterrupt
 from ..jobs.summary import Seconds
 from ..loading.engine_loader import LoadedModel
-from ..sampling.params import SamplingParams
+from ..sampling.params import SequenceSampling
 from ..settings.errors import DoesNotFit, SettingError
 from ..settings.settings import Budgets, Settings
 from ..settings.stages import stage
@@ -116,7 +116,7 @@ def _run(loaded: LoadedModel, load: Load, count: int, heap: Heap) -> tuple[Count
     prompts = list(_prompts(loaded, load, count))
     begun = time.perf_counter()
     for prompt in prompts:
-        engine.add(sequence.Sequence(prompt, SamplingParams(load.max_tokens, ignore_eos=True)))
+        engine.add(sequence.Sequence(prompt, SequenceSampling(load.max_tokens, ignore_eos=True)))
     while engine.busy:
         with DeferredInterrupt():
             failed += sum(bool(each.error) for each in engine.step())

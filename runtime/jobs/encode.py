@@ -27,7 +27,7 @@ from ..rows.fields import invalid_schema
 from ..rows.preflight import Preflight, located
 from ..rows.row import ChatPrompt, ErrorCode, Prompt, Row, RowFailure, TextPrompt, common_error
 from ..sampling.grammar import Grammars, GrammarState, SchemaError
-from ..sampling.params import SamplingParams
+from ..sampling.params import SequenceSampling
 from ..settings.errors import InputRefused, PromptError, counted
 from ..text.chat_stream import ChatStream, StreamOptions
 from ..text.stream import TextStream
@@ -35,7 +35,7 @@ from ..text.template import strings
 from ..text.tokenizer import Tokenizer
 
 # Token ids and settings of each of a row's choices, in the order of its answer.
-Choices = Sequence[tuple[list[int], SamplingParams]]
+Choices = Sequence[tuple[list[int], SequenceSampling]]
 
 
 def prompt_texts(prompt: Prompt) -> Iterator[str]:
@@ -175,7 +175,7 @@ class RowEncoder:
         """The beginning of one of the row's answers, where it asks for a form. Raises SchemaError, once for a row."""
         return None if row.schema is None else self._grammars.start(row.schema)
 
-    def text(self, row: Row, prompt_ids: Sequence[int], params: SamplingParams) -> TextStream | ChatStream:
+    def text(self, row: Row, prompt_ids: Sequence[int], params: SequenceSampling) -> TextStream | ChatStream:
         """The beginning of one of the row's answers; that of a chat is split into its parts where they are known."""
         if row.chat:
             options = StreamOptions(params.stop, params.min_tokens, params.max_thinking_tokens)

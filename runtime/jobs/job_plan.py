@@ -20,7 +20,7 @@ from ..plan.memory_ledger import MemoryLedger
 from ..plan.placement import Plan, Workload
 from ..plan.plan_file import (
     BESIDE_PASSES,
-    RunRecord,
+    PastRun,
     corrections,
     formats_key,
     formats_of,
@@ -279,7 +279,7 @@ def remember(
         return
     ran = Workload(sequences, request.workload.longest, None, metrics.prompt_tokens, metrics.generated_tokens)
     uncorrected = request.costs.predict(plan, ran, request.prepared)
-    record = RunRecord(
+    record = PastRun(
         at=datetime.now(UTC).isoformat(timespec="seconds"),
         machine=machine_key(request.hardware),
         model=source.name,

@@ -18,7 +18,7 @@ from .journal.state import Counts
 from .summary import (
     KV,
     Experts,
-    Forecast,
+    ForecastSummary,
     KVBytes,
     Latency,
     Memory,
@@ -76,11 +76,11 @@ def expert_use(loaded: LoadedEngine) -> list[list[int]] | None:
     return [[round(count) for count in layer.chosen] for layer in layers if layer.tokens] or None
 
 
-def _forecast(forecast: ExpertForecast, latency: RouterLatency) -> Forecast:
+def _forecast(forecast: ExpertForecast, latency: RouterLatency) -> ForecastSummary:
     counts = forecast.counts
     if not counts.issued:
-        return Forecast()
-    return Forecast(
+        return ForecastSummary()
+    return ForecastSummary(
         "look-ahead",
         counts.used / counts.issued,
         counts.used / counts.misses if counts.misses else None,

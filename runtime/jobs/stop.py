@@ -121,7 +121,7 @@ class DeferredInterrupt:
 GRACE_SECONDS = 0.8
 
 
-class Weights(Protocol):
+class WeightSource(Protocol):
     """The source of weights during passes."""
 
     @property
@@ -138,7 +138,7 @@ class StallGuard:
     def __init__(
         self,
         work: Callable[[], int],
-        weights: Weights | None,
+        weights: WeightSource | None,
         stacks: Path,
         limit_seconds: float = LIMIT_SECONDS,
         end_process: Callable[[int], None] = os._exit,

@@ -181,7 +181,7 @@ class KV:
 
 
 @dataclass(slots=True)
-class Forecast:
+class ForecastSummary:
     """Prefetches of experts: `precision` is the share of them that was used, `recall` that of needed experts."""
 
     by: str | None = None
@@ -204,7 +204,7 @@ class Experts:
     unwanted: Count | None = None
     swaps: Count | None = None
     modes: Mapping[str, Count] | None = None
-    forecast: Forecast = field(default_factory=Forecast)
+    forecast: ForecastSummary = field(default_factory=ForecastSummary)
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ import torch
 
 from ..engine.sequence import Sequence
 from ..plan.placement import Plan, Workload
-from ..sampling.params import SamplingParams
+from ..sampling.params import SequenceSampling
 from ..settings.errors import SettingError
 from .engine_loader import LoadedEngine
 
@@ -91,6 +91,6 @@ def _run(loaded: LoadedEngine, live: int, length: int, generated: int, tokens: I
     """Runs `live` sequences to their end; returns the number that got logits that are not finite."""
     for _ in range(live):
         # Sampled, not greedy: sampling needs the larger scratch.
-        params = SamplingParams(generated, temperature=1.0, ignore_eos=True)
+        params = SequenceSampling(generated, temperature=1.0, ignore_eos=True)
         loaded.engine.add(Sequence(list(islice(tokens, length)), params))
     return sum(sequence.finish_reason == "error" for sequence in loaded.engine.run())

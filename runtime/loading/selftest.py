@@ -51,7 +51,7 @@ from ...quant.tensor import TORCH_DTYPES, dtype_name, pack
 from ..attention.choice import LARGEST_HEAD
 from ..attention.kernels.operands import has_dot
 from ..attention.latent import LatentAttention
-from ..attention.selftest import DECODE, EXTEND, Heads, heads_of, wrong_attention, wrong_store
+from ..attention.selftest import DECODE, EXTEND, HeadCase, heads_of, wrong_attention, wrong_store
 from ..attention.torch_backend import TorchAttention
 from ..kv.spec import BLOCK_TOKENS
 from ..plan.placement import Plan
@@ -133,7 +133,7 @@ _wrong_product, _wrong_experts = cache(wrong_product), cache(wrong_experts)
 
 
 @cache
-def _wrong_attention(heads: Heads, dtype: torch.dtype) -> Wrong | None:
+def _wrong_attention(heads: HeadCase, dtype: torch.dtype) -> Wrong | None:
     kind = LatentAttention if heads.group.is_latent else TorchAttention
     return wrong_attention(heads, dtype, lambda cache: kind(cache, dtype, tiled=False, native=True))
 
@@ -203,7 +203,7 @@ def family_tests(torch_device: torch.device, gpu: Gpu, needs: KernelNeeds) -> di
     """The tests by family of `Lacks`, each the name of what is wrong, or "". Triton is imported in them."""
     dtype = TORCH_DTYPES[needs.dtype]
     heads = [
-        Heads(KVGroup((0,), kv_heads, dim, window), kv, queries)
+        HeadCase(KVGroup((0,), kv_heads, dim, window), kv, queries)
         for kv_heads, queries, dim, window in needs.heads
         if dim <= LARGEST_HEAD
         for kv in (needs.dtype, *_QUANTIZED)

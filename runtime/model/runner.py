@@ -19,7 +19,7 @@ from .attention_seam import PackedPass
 from .recurrent.pass_states import PassStates
 
 
-class Executor(Protocol):
+class ModelExecutor(Protocol):
     """Computes passes."""
 
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -72,7 +72,7 @@ class ModelRunner:
         self._compute = compute
         self.states = states
         self.seams = SeamExecutor(self.model, compute, states)
-        self.executor: Executor = self.seams
+        self.executor: ModelExecutor = self.seams
 
     @property
     def attention(self) -> AttentionBackend | None:
@@ -94,7 +94,7 @@ class ModelRunner:
         head: nn.Module = self.model.get_output_embeddings()
         return head
 
-    def use(self, executor: Executor | None) -> None:
+    def use(self, executor: ModelExecutor | None) -> None:
         """Lets `executor` compute passes; None: the seams."""
         self.executor = executor or self.seams
 

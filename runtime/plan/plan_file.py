@@ -36,7 +36,7 @@ BESIDE_PASSES = MappingProxyType({"compute": 1.25})
 
 
 @dataclass(frozen=True, slots=True)
-class RunRecord:
+class PastRun:
     """One finished run. `machine`, `shape` and `formats` say of which kind it was; tok/s are of generated tokens.
 
     `ratio` is the seconds that generating took over those that are predicted without corrections for the tokens that
@@ -62,12 +62,12 @@ def history_path() -> Path:
     return user_state_path("moedge") / "runs.json"
 
 
-def last_runs(count: int = 5, path: Path | None = None) -> Sequence[RunRecord]:
+def last_runs(count: int = 5, path: Path | None = None) -> Sequence[PastRun]:
     """The newest runs of whatever kind, newest first."""
     return _read(path or history_path())[:count]
 
 
-def keep(record: RunRecord, path: Path | None = None) -> None:
+def keep(record: PastRun, path: Path | None = None) -> None:
     """Raises OSError where the state folder cannot be written."""
     path = path or history_path()
     records = [record, *_read(path)][:MOST_KEPT]
@@ -76,7 +76,7 @@ def keep(record: RunRecord, path: Path | None = None) -> None:
     write_atomically(path, text.encode(), own_name(path))
 
 
-def corrections(records: Sequence[RunRecord], machine: str, shape: str, formats: str) -> dict[str, float]:
+def corrections(records: Sequence[PastRun], machine: str, shape: str, formats: str) -> dict[str, float]:
     """How many times as long as predicted the newest run of the same model took here, to generate and to load.
 
     `formats` is a `formats_key`, whose weight format counts for nothing: a correction that knew some formats only would
@@ -119,7 +119,7 @@ def _digest(content: Any) -> str:
     return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _read(path: Path) -> list[RunRecord]:
+def _read(path: Path) -> list[PastRun]:
     try:
         document = json.loads(path.read_bytes())
         if document["schema"] != RUNS_SCHEMA:
@@ -129,10 +129,10 @@ def _read(path: Path) -> list[RunRecord]:
         return []
 
 
-def _record(content: Mapping[str, Any]) -> RunRecord:
+def _record(content: Mapping[str, Any]) -> PastRun:
     """Raises ValueError or TypeError for what `keep` did not write."""
-    record = RunRecord(**content)
-    for field in fields(RunRecord):
+    record = PastRun(**content)
+    for field in fields(PastRun):
         value = getattr(record, field.name)
         if field.type == "str" and not isinstance(value, str):
             raise ValueError(f"{field.name} is {value!r}")

@@ -19,7 +19,7 @@ from itertools import accumulate
 from math import isinf
 from typing import TYPE_CHECKING, Any, Never
 
-from ..sampling.params import SamplingParams
+from ..sampling.params import SequenceSampling
 
 if TYPE_CHECKING:
     from ..sampling.grammar import AnswerForm
@@ -207,7 +207,7 @@ Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 
 @dataclass(frozen=True, slots=True)
-class Defaults(SamplingParams):
+class Defaults(SequenceSampling):
     """Values for absent fields of a row; the seed of each row is derived from `seed`, the seed of the job.
 
     `logprobs` and `prompt_logprobs` have no default: only a row itself can ask for them. `chat_template_kwargs` is the
@@ -241,7 +241,7 @@ class Row:
     id: str
     endpoint: Endpoint
     prompts: tuple[Prompt, ...]
-    params: SamplingParams
+    params: SequenceSampling
     num_samples: int = 1
     model: str | None = None
     return_token_ids: bool = False
@@ -268,7 +268,7 @@ class Row:
         """Of this row."""
         return RowFailure(code, message, param, self.index, self.line, self.id, self.short, self.own)
 
-    def choices(self) -> Iterator[tuple[int, SamplingParams]]:
+    def choices(self) -> Iterator[tuple[int, SequenceSampling]]:
         """The row's sequences in the order of its answer: all samples of a prompt, which is counted from 0, then the
         next prompt."""
         # The first keeps the row's seed; most rows have no other.

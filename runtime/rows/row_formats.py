@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..sampling.grammar import AnswerForm
-from ..sampling.params import SamplingParams
+from ..sampling.params import SequenceSampling
 from ..settings.errors import InputUnreadable, SettingError, shown
 from .fields import FREE_PREFIX, MAX_PROMPTS, is_own, read_fields, slip_of, unknown
 from .row import ChatPrompt, Defaults, Endpoint, ErrorCode, InvalidRow, Prompt, Row, row_seed
@@ -176,9 +176,9 @@ class RowBuilder:
     def __init__(self, defaults: Defaults) -> None:
         self._seed = defaults.seed
         self._schema_of_job = defaults.schema
-        # SamplingParams and what the chat template gets.
+        # SequenceSampling and what the chat template gets.
         self._defaults: Mapping[str, Any] = {
-            field.name: getattr(defaults, field.name) for field in fields(SamplingParams)
+            field.name: getattr(defaults, field.name) for field in fields(SequenceSampling)
         }
         self._effort = defaults.reasoning_effort
         self._kwargs: dict[str, Any] = json.loads(defaults.chat_template_kwargs or "{}")
@@ -208,7 +208,7 @@ class RowBuilder:
             metadata=None if endpoint is Endpoint.SHORT else body.get("metadata"),
         )
 
-    def _params(self, given: Mapping[str, Any], row_id: str) -> SamplingParams:
+    def _params(self, given: Mapping[str, Any], row_id: str) -> SequenceSampling:
         values = dict(self._defaults)
         for name in given:
             if name in values:
@@ -225,7 +225,7 @@ class RowBuilder:
                 f"min_tokens {values['min_tokens']} is more than max_tokens {values['max_tokens']}; lower it",
                 "min_tokens",
             )
-        return SamplingParams(**values)
+        return SequenceSampling(**values)
 
     def _chat(
         self, prompts: tuple[Prompt, ...], given: Mapping[str, Any], body: Mapping[str, Any]

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .params import SamplingParams, TokenLogprob
+from .params import SequenceSampling, TokenLogprob
 
 
 class TokenHistory:
@@ -68,7 +68,7 @@ class Draw:
     `forced`, if not None, replaces the token that would be drawn.
     """
 
-    params: SamplingParams
+    params: SequenceSampling
     sample: int
     position: int
     history: TokenHistory | None = None

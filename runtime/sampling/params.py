@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SequenceSampling:
     """How one sequence is continued; every field is resolved, none refers to another default.
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch their filters off.

@@ -125,7 +125,7 @@ WIDER = 16
 _UNKNOWN = torch.finfo(torch.float64).max
 
 
-class Settings(NamedTuple):
+class SamplerColumns(NamedTuple):
     """One column [R, 1] float64 per setting. Filters are off at top_k V, top_p 1 and min_p 0; greedy is top_k 1."""
 
     temperature: Tensor
@@ -134,11 +134,11 @@ class Settings(NamedTuple):
     min_p: Tensor
     uniform: Tensor
 
-    def rows(self, index: Tensor) -> Settings:
-        return Settings(*(column[index] for column in self))
+    def rows(self, index: Tensor) -> SamplerColumns:
+        return SamplerColumns(*(column[index] for column in self))
 
 
-def choose(logits: Tensor, settings: Settings) -> Tensor:
+def choose(logits: Tensor, settings: SamplerColumns) -> Tensor:
     """Token ids int64 [R] of fp32 logits [R, V]; `NO_TOKEN` where a logit is NaN or +inf, or all are -inf.
 
     The token is the first one by rank whose cumulative probability exceeds `uniform`.
@@ -157,7 +157,7 @@ def choose(logits: Tensor, settings: Settings) -> Tensor:
     return token_ids.masked_fill_(~peak.squeeze(-1).isfinite(), NO_TOKEN)
 
 
-def _unfiltered_mass(distances: Tensor, settings: Settings) -> Tensor:
+def _unfiltered_mass(distances: Tensor, settings: SamplerColumns) -> Tensor:
     """The weight of the whole row [R, 1] where top-k and min-p are off: no prefix of the ranks contains it."""
     vocab_size = distances.shape[-1]
     unfiltered = (settings.top_k >= vocab_size) & (settings.min_p == 0)
@@ -167,7 +167,7 @@ def _unfiltered_mass(distances: Tensor, settings: Settings) -> Tensor:
     return torch.where(unfiltered, total(weights(distances, settings.temperature, vocab_size)), unknown)
 
 
-def _draw(keys: Tensor, mass: Tensor, settings: Settings, vocab_size: int) -> tuple[Tensor, Tensor]:
+def _draw(keys: Tensor, mass: Tensor, settings: SamplerColumns, vocab_size: int) -> tuple[Tensor, Tensor]:
     """Token ids [R] drawn from the first N ranks [R, N], and whether N ranks were enough [R]."""
     distances, ids = read_keys(keys)
     num_ranks = keys.shape[-1]
@@ -348,7 +348,7 @@ class Sampler:
                 continue
             bias(tile, draws[part])
             penalise(tile, draws[part])
-            found.append(choose(tile, Settings(*settings[:, part])).cpu().numpy())
+            found.append(choose(tile, SamplerColumns(*settings[:, part])).cpu().numpy())
         return np.concatenate(found)
 
     def _logprobs(self, logits: Tensor, draws: Sequence[Draw], token_ids: list[int]) -> dict[int, TokenLogprob]:
@@ -392,7 +392,7 @@ def _copy_rows(logits: Tensor, rows: list[int]) -> Tensor:
 
 
 def _settings(draws: Sequence[Draw], vocab_size: int) -> Tensor:
-    """The columns of `Settings` for R draws, [5, R, 1], of all tiles: computing them for one row takes as long."""
+    """`SamplerColumns` of R draws, [5, R, 1], of all tiles: computing them for one row takes as long."""
     stream = [(draw.params.seed, draw.sample, draw.position) for draw in draws]
     numbers = uniform(*np.array(stream, dtype=np.uint64).T)
     filters = np.array([_filters(draw, vocab_size) for draw in draws])
@@ -400,7 +400,7 @@ def _settings(draws: Sequence[Draw], vocab_size: int) -> Tensor:
 
 
 def _filters(draw: Draw, vocab_size: int) -> tuple[float, float, float, float]:
-    """Temperature, top-k, top-p and min-p as in `Settings`."""
+    """Temperature, top-k, top-p and min-p as in `SamplerColumns`."""
     params = draw.params
     if params.greedy:
         return 1.0, 1.0, 1.0, 0.0

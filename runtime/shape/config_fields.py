@@ -16,7 +16,7 @@ from ..settings.errors import UnsupportedModel
 
 
 @dataclass(frozen=True, slots=True)
-class Number:
+class NumberField:
     """An integer from `least` to `most`, both included."""
 
     least: float
@@ -45,15 +45,15 @@ class Choice:
         return f"one of {', '.join(map(repr, self.values))}"
 
 
-def _whole(least: int, most: int) -> Number:
-    return Number(least, most, whole=True)
+def _whole(least: int, most: int) -> NumberField:
+    return NumberField(least, most, whole=True)
 
 
 @dataclass(frozen=True, slots=True)
 class AutoOr:
     """A number, or "auto"."""
 
-    number: Number
+    number: NumberField
 
     def admits(self, value: object) -> bool:
         return value == "auto" or self.number.admits(value)
@@ -63,8 +63,8 @@ class AutoOr:
 
 
 _FLAG = Choice((True, False))
-_SCALE = Number(1e-6, 1e6)
-_EPSILON = Number(1e-20, 1)  # Zero would make NaN of a row of zeros.
+_SCALE = NumberField(1e-6, 1e6)
+_EPSILON = NumberField(1e-20, 1)  # Zero would make NaN of a row of zeros.
 _ACTIVATION = Choice(
     ("silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2", "xielu", "sqrtsoftplus")
 )
@@ -79,7 +79,7 @@ _COUNT = _whole(1, 1_024)
 _SOME = _whole(0, 1_024)
 _LAYERS = _whole(1, 512)
 _LAYER = _whole(0, 512)
-Rule = Number | Choice | AutoOr
+Rule = NumberField | Choice | AutoOr
 FIELDS: dict[str, Rule] = {
     # Sizes
     "num_hidden_layers": _LAYERS,
@@ -137,8 +137,8 @@ FIELDS: dict[str, Rule] = {
     "router_scaling_factor": _SCALE,
     "route_scale": _SCALE,
     "topk_method": Choice(("greedy", "group_limited_greedy", "noaux_tc")),
-    "moe_norm_min": Number(1e-20, 1),
-    "moe_router_logit_softcapping": Number(0, 1e6),
+    "moe_norm_min": NumberField(1e-20, 1),
+    "moe_router_logit_softcapping": NumberField(0, 1e6),
     "norm_topk_prob": _FLAG,
     "enable_moe_block": _FLAG,
     "enable_moe_fp32_combine": _FLAG,
@@ -180,7 +180,7 @@ FIELDS: dict[str, Rule] = {
     "linear_num_heads": _HEADS,
     "short_conv_kernel_size": _TAPS,
     "kda_safe_gate": _FLAG,
-    "kda_lower_bound": Number(-100, 0),
+    "kda_lower_bound": NumberField(-100, 0),
     "block_size": _LENGTH,
     "mamba_d_conv": _TAPS,
     "mamba_d_ssm": _WIDTH,
@@ -203,7 +203,7 @@ FIELDS: dict[str, Rule] = {
     "conv_bias": _FLAG,
     "n_groups": _HEADS,
     "ssm_state_size": _STATE,
-    "time_step_min": Number(0, 1),
+    "time_step_min": NumberField(0, 1),
     "use_conv_bias": _FLAG,
     # Tokens
     "bos_token_id": _TOKEN,
@@ -217,9 +217,9 @@ FIELDS: dict[str, Rule] = {
     "layer_norm_epsilon": _EPSILON,
     "norm_eps": _EPSILON,
     "norm_epsilon": _EPSILON,
-    "rope_theta": Number(2, 1e12),
-    "rope_local_base_freq": Number(2, 1e12),
-    "partial_rotary_factor": Number(0.01, 1),
+    "rope_theta": NumberField(2, 1e12),
+    "rope_local_base_freq": NumberField(2, 1e12),
+    "partial_rotary_factor": NumberField(0.01, 1),
     "embedding_multiplier": _SCALE,
     "residual_multiplier": _SCALE,
     "attention_multiplier": _SCALE,
@@ -301,7 +301,7 @@ LISTS: dict[str, Rule] = {
     "no_rope_layers": _whole(0, 1),
     "num_attention_heads_per_layer": _HEADS,
     "eos_token_id": _TOKEN,
-    "layer_rope_theta": Number(2, 1e12),
+    "layer_rope_theta": NumberField(2, 1e12),
 }
 # A layer's own settings, by its index.
 NESTED: dict[str, dict[str, Rule]] = {
@@ -335,7 +335,7 @@ def checked_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_fraction(name: str, value: object) -> bool:
     rule = FIELDS.get(name)
-    return isinstance(rule, Number) and not rule.whole and value is not None
+    return isinstance(rule, NumberField) and not rule.whole and value is not None
 
 
 def _check(values: Mapping[str, Any]) -> None:
@@ -373,22 +373,22 @@ def _are_all(value: object, item: Rule) -> bool:
 
 
 ROPE_FIELDS = ("rope_parameters", "rope_scaling")
-_FACTOR = Number(1, 1e6)
+_FACTOR = NumberField(1, 1e6)
 _SECTION = _whole(1, 512)
-_NUMBERS: dict[str, Number] = {
-    "rope_theta": Number(2, 1e12),
+_NUMBERS: dict[str, NumberField] = {
+    "rope_theta": NumberField(2, 1e12),
     "factor": _FACTOR,
-    "original_max_position_embeddings": Number(1, 1 << 28, whole=True),
-    "low_freq_factor": Number(1e-3, 1e6),
-    "high_freq_factor": Number(1e-3, 1e6),
-    "beta_fast": Number(1e-3, 1e6),
-    "beta_slow": Number(1e-3, 1e6),
-    "attention_factor": Number(1e-3, 1e3),
-    "mscale": Number(1e-3, 1e3),
-    "mscale_all_dim": Number(1e-3, 1e3),
-    "partial_rotary_factor": Number(0.01, 1),
-    "max_position_embeddings": Number(1, 1 << 28, whole=True),
-    "llama_4_scaling_beta": Number(0, 1e3),
+    "original_max_position_embeddings": NumberField(1, 1 << 28, whole=True),
+    "low_freq_factor": NumberField(1e-3, 1e6),
+    "high_freq_factor": NumberField(1e-3, 1e6),
+    "beta_fast": NumberField(1e-3, 1e6),
+    "beta_slow": NumberField(1e-3, 1e6),
+    "attention_factor": NumberField(1e-3, 1e3),
+    "mscale": NumberField(1e-3, 1e3),
+    "mscale_all_dim": NumberField(1e-3, 1e3),
+    "partial_rotary_factor": NumberField(0.01, 1),
+    "max_position_embeddings": NumberField(1, 1 << 28, whole=True),
+    "llama_4_scaling_beta": NumberField(0, 1e3),
 }
 # `dynamic` and `longrope` turn with the longest sequence of a pass: a row's answer would depend on its neighbours.
 _NEEDED: dict[str, tuple[str, ...]] = {

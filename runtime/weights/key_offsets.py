@@ -22,7 +22,7 @@ from ...offload.errors import BadStore
 from ..attention.torch_backend import KeyMeans
 from ..engine.sequence import Sequence, pack
 from ..model.runner import ModelRunner
-from ..sampling.params import SamplingParams
+from ..sampling.params import SequenceSampling
 from ..shape.model_shape import KVGroup, ModelShape
 from ..text.tokenizer import Tokenizer
 
@@ -74,7 +74,7 @@ def measure(model: ModelRunner, token_ids: Items[int]) -> KeyOffsets:
     attention, means = model.attention, KeyMeans()
     model.attention = means
     try:
-        sequence = Sequence(list(token_ids), SamplingParams(1))
+        sequence = Sequence(list(token_ids), SequenceSampling(1))
         # Before the first sequence of a job, any state is free.
         sequence.table.state = 0
         with model.in_floats():

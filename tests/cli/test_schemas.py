@@ -133,7 +133,7 @@ def test_prepared_weights_and_the_history_of_runs(
 ) -> None:
     assert cli("prepare", checkpoint("qwen3_moe"), "-o", "store", "--quant", "int8") == 0
     validate(json.loads(Path("store/manifest.json").read_text()), manifest.FORMAT)
-    record = plan_file.RunRecord("2026-11-22T10:00:00+00:00", "m", "model", "s", "f", "disk", 1.5, 2.0, 3.0, 4, 5)
+    record = plan_file.PastRun("2026-11-22T10:00:00+00:00", "m", "model", "s", "f", "disk", 1.5, 2.0, 3.0, 4, 5)
     plan_file.keep(record, Path("runs.json"))
     validate(json.loads(Path("runs.json").read_text()), plan_file.RUNS_SCHEMA)
 

@@ -148,9 +148,9 @@ def test_without_the_function_without_a_library_and_after_wrong_numbers_torch_wi
     packed = pack(torch.randn(32, 64, generator=torch.Generator().manual_seed(0)).bfloat16(), "mxfp4")
     wanted = by_torch((packed.planes[0], packed.planes[1]))
     with monkeypatch.context() as patch:
-        patch.setattr(library, "loaded", lambda: library.Loaded(object()))  # type: ignore[arg-type]
+        patch.setattr(library, "loaded", lambda: library.LoadedLibrary(object()))  # type: ignore[arg-type]
         assert library.portable("moedge_widen") is None
-        patch.setattr(library, "loaded", lambda: library.Loaded(lack="none"))
+        patch.setattr(library, "loaded", lambda: library.LoadedLibrary(lack="none"))
         patch.setattr(library, "_opened", lambda: (None, "it was not built"))
         assert library.portable("moedge_widen") is None
     with monkeypatch.context() as patch:

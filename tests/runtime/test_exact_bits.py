@@ -18,7 +18,7 @@ from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.model.runner import ModelRunner
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan
-from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.settings.settings import MemoryBudget, Settings
 from moedge.runtime.source.model_source import ModelSource, open_source
 
@@ -40,7 +40,7 @@ def all_logits(source: ModelSource, settings: Settings, num_threads: int, monkey
     forward = ModelRunner.forward
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(5, 380, (length,), generator=generator).tolist() for length in LENGTHS]
-    sequences = [Sequence(prompt, SamplingParams(NEW_TOKENS, ignore_eos=True)) for prompt in prompts]
+    sequences = [Sequence(prompt, SequenceSampling(NEW_TOKENS, ignore_eos=True)) for prompt in prompts]
 
     def kept(self: ModelRunner, batch: Batch) -> torch.Tensor:
         logits = forward(self, batch)

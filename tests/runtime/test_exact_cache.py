@@ -20,7 +20,7 @@ from moedge.runtime.kv.spec import KVSpec
 from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.plan.placement import Plan, Workload
 from moedge.runtime.plan.planner import make_plan
-from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.settings.settings import MemoryBudget, Settings
 from moedge.runtime.shape.families import INDEXED, LATENT
 from moedge.runtime.source.model_source import ModelSource, open_source
@@ -75,8 +75,8 @@ def prompts() -> list[list[int]]:
 
 def rows(*, forked: bool = True) -> list[Sequence]:
     """A greedy sequence of each prompt; the first prompt has samples too, where they are `forked`."""
-    greedy = [Sequence(prompt, SamplingParams(NEW_TOKENS, ignore_eos=True)) for prompt in prompts()]
-    params = [SamplingParams(NEW_TOKENS, temperature=0.9, seed=seed, ignore_eos=True) for seed in range(SAMPLES)]
+    greedy = [Sequence(prompt, SequenceSampling(NEW_TOKENS, ignore_eos=True)) for prompt in prompts()]
+    params = [SequenceSampling(NEW_TOKENS, temperature=0.9, seed=seed, ignore_eos=True) for seed in range(SAMPLES)]
     greedy[0].forks = forked * [Sequence(greedy[0].prompt_ids, each) for each in params]
     return greedy
 

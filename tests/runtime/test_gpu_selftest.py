@@ -11,7 +11,7 @@ import torch
 
 from moedge.quant.kernels.gpu import Gpu
 from moedge.quant.kernels.product import Launch
-from moedge.runtime.attention.selftest import DECODE, EXTEND, Heads, wrong_attention, wrong_store
+from moedge.runtime.attention.selftest import DECODE, EXTEND, HeadCase, wrong_attention, wrong_store
 from moedge.runtime.attention.triton_backend import TritonAttention, store_by_kernel
 from moedge.runtime.kv.cache import KVCache
 from moedge.runtime.loading.selftest import KernelNeeds, usable_kernels, usual_needs
@@ -50,7 +50,7 @@ def test_a_kernel_that_writes_nothing_or_where_it_should_not_is_wrong(monkeypatc
         run(self)
         self.arguments[2].codes[0, 0, 0, 0] += 1
 
-    heads = [Heads(KVGroup((0,), 2, 64, None), kv, 4) for kv in ("fp16", "int8")]
+    heads = [HeadCase(KVGroup((0,), 2, 64, None), kv, 4) for kv in ("fp16", "int8")]
 
     def stored() -> list[bool]:
         return [wrong_store(each, torch.float16, store_by_kernel, HOST) is not None for each in heads]
@@ -80,7 +80,7 @@ def triton(dtype: torch.dtype, gpu: Gpu = AMPERE) -> Callable[[KVCache], TritonA
 def test_attention_of_published_heads_is_right(
     kv: str, gpu: Gpu, kv_heads: int, queries: int, dim: int, window: int | None
 ) -> None:
-    heads = Heads(KVGroup((0,), kv_heads, dim, window), kv, queries)
+    heads = HeadCase(KVGroup((0,), kv_heads, dim, window), kv, queries)
     passes = (*DECODE, *EXTEND) if gpu is AMPERE else DECODE
     assert wrong_attention(heads, torch.float32, triton(torch.float32, gpu), passes, HOST) is None
 

@@ -19,7 +19,7 @@ from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan
-from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.settings.settings import MemoryBudget, Settings
 from moedge.runtime.shape.families import INDEXED, LATENT
 from moedge.runtime.source.model_source import open_source
@@ -45,7 +45,7 @@ def test_tokens_are_those_of_transformers(
     found = []
     for tokens_per_pass, max_sequences in ((16, 3), (1024, 64)):
         with closing(load(checkpoint(family), tokens_per_pass=tokens_per_pass, max_sequences=max_sequences)) as loaded:
-            sequences = [Sequence(ids, SamplingParams(NEW_TOKENS), frozenset({2})) for ids in prompts()]
+            sequences = [Sequence(ids, SequenceSampling(NEW_TOKENS), frozenset({2})) for ids in prompts()]
             for sequence in sequences:
                 loaded.engine.add(sequence)
             list(loaded.engine.run())
@@ -80,7 +80,7 @@ def test_tokens_that_an_indexer_does_not_choose_are_left_out(
     for leaves_out in (AttentionCall.leaves_out, lambda self, length: False):
         monkeypatch.setattr(AttentionCall, "leaves_out", leaves_out)
         with closing(load(checkpoint("glm_moe_dsa"), deterministic=deterministic)) as loaded:
-            sequence = Sequence(ids, SamplingParams(NEW_TOKENS), frozenset({2}))
+            sequence = Sequence(ids, SequenceSampling(NEW_TOKENS), frozenset({2}))
             loaded.engine.add(sequence)
             list(loaded.engine.run())
             found.append(sequence.output_ids)

@@ -21,7 +21,7 @@ from moedge.runtime.model.weights_seam import PackedLinear
 from moedge.runtime.plan.memory_ledger import STATES
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan
-from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.sampling.sampler import Sampler
 from moedge.runtime.settings.errors import SettingError
 from moedge.runtime.settings.settings import MemoryBudget, Settings
@@ -65,7 +65,7 @@ def load(folder: Path, way: Way, **settings: Any) -> LoadedEngine:
 
 
 def sequences_of(rows: list[list[int]]) -> list[Sequence]:
-    return [Sequence(ids, SamplingParams(NEW_TOKENS), frozenset({2})) for ids in rows]
+    return [Sequence(ids, SequenceSampling(NEW_TOKENS), frozenset({2})) for ids in rows]
 
 
 def run(engine: Engine, sequences: list[Sequence]) -> list[list[int]]:
@@ -181,7 +181,7 @@ def test_samples_of_a_prompt_go_on_from_copies_of_its_state(family: str, checkpo
 
     def samples(forked: bool) -> list[list[int]]:
         with closing(load(checkpoint(family), WHOLE)) as loaded:
-            params = [SamplingParams(NEW_TOKENS, temperature=1.0, seed=seed, ignore_eos=True) for seed in range(3)]
+            params = [SequenceSampling(NEW_TOKENS, temperature=1.0, seed=seed, ignore_eos=True) for seed in range(3)]
             found = [[Sequence(ids, each) for each in params] for ids in rows]
             for first, *others in found:
                 first.forks = others if forked else []
@@ -316,7 +316,7 @@ def stepped_logprobs(folder: Path, kv: str, monkeypatch: pytest.MonkeyPatch) -> 
 
         loaded.model.forward = kept  # type: ignore[method-assign]
         monkeypatch.setattr(Sampler, "sample", forced)
-        loaded.engine.add(Sequence(token_ids[:40], SamplingParams(len(token_ids) - 40, ignore_eos=True)))
+        loaded.engine.add(Sequence(token_ids[:40], SequenceSampling(len(token_ids) - 40, ignore_eos=True)))
         list(loaded.engine.run())
         monkeypatch.undo()
         assert loaded.model.states is None or loaded.model.states.num_stepped > 100

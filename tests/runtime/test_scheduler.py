@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from moedge.runtime.engine.engine import Engine
 from moedge.runtime.engine.scheduler import PassLimits, Scheduler
-from moedge.runtime.engine.sequence import Batch, Chunk, Sequence
+from moedge.runtime.engine.sequence import Batch, Sequence, TokenChunk
 from moedge.runtime.kv.cache import KVCache
 from moedge.runtime.kv.pool import KVPool
 from moedge.runtime.kv.spec import KVSpec
-from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.sampling.sampler import Sampler
 from moedge.runtime.shape.model_shape import KVGroup
 
@@ -49,19 +49,19 @@ class FakeModel:
         assert len(logits) == len(batch.logit_rows)
         return torch.stack(logits) if logits else torch.zeros(0, VOCAB)
 
-    def _write(self, chunk: Chunk, token_ids: torch.Tensor) -> None:
+    def _write(self, chunk: TokenChunk, token_ids: torch.Tensor) -> None:
         positions = torch.arange(chunk.past, chunk.past + chunk.count)
         stored = token_ids.float().view(-1, 1, 1).expand(-1, 1, 2)
         for pool, blocks in zip(self.cache.pools, chunk.sequence.table.blocks, strict=True):
             pool.write(0, torch.tensor(blocks)[positions // BLOCK], positions % BLOCK, stored, stored)
 
-    def _logits(self, chunk: Chunk) -> torch.Tensor:
+    def _logits(self, chunk: TokenChunk) -> torch.Tensor:
         end = chunk.past + chunk.count
         everything, windowed = (self._read(chunk, group, end) for group in range(2))
         assert windowed == everything[max(0, end - WINDOW) :], "a block behind the window was freed too early"
         return one_hot(everything)
 
-    def _read(self, chunk: Chunk, group: int, end: int) -> list[int]:
+    def _read(self, chunk: TokenChunk, group: int, end: int) -> list[int]:
         first = self.cache.groups[group].spec.group.first_visible(end - 1)
         blocks = chunk.sequence.table.blocks[group][first // BLOCK : -(-end // BLOCK)]
         out = torch.empty(2, 1, len(blocks) * BLOCK, 2)
@@ -108,7 +108,7 @@ def test_tokens_do_not_depend_on_the_schedule(
     engine = make_engine(blocks, PassLimits(tokens_per_pass, max_sequences), parked, sharing, windowed=4)
     samples = []
     for prompt, count, num_samples in rows:
-        first, *forks = [Sequence(prompt, SamplingParams(count)) for _ in range(num_samples)]
+        first, *forks = [Sequence(prompt, SequenceSampling(count)) for _ in range(num_samples)]
         first.forks = forks
         samples.append([first, *forks])
         engine.add(first)
@@ -144,7 +144,7 @@ def test_every_prompt_token_is_scored_once_and_a_pass_has_logits_for_its_sequenc
     engine = make_engine(blocks, limits, parked, sharing, windowed=4)
     samples = []
     for index, (prompt, count, num_samples) in enumerate(rows):
-        params = SamplingParams(count, prompt_logprobs=2 if index % 2 else None, logprob_start_len=index // 2)
+        params = SequenceSampling(count, prompt_logprobs=2 if index % 2 else None, logprob_start_len=index // 2)
         first, *forks = [Sequence(prompt, params) for _ in range(num_samples)]
         for fork in forks:
             fork.prompt_logprobs = first.prompt_logprobs
@@ -169,8 +169,8 @@ def test_every_prompt_token_is_scored_once_and_a_pass_has_logits_for_its_sequenc
 def test_what_comes_before_the_scored_tokens_is_taken_from_the_cache() -> None:
     engine = make_engine(100, PassLimits(200, 8))
     prompt = [5] * 40
-    first = Sequence(prompt, SamplingParams(1, prompt_logprobs=0, logprob_start_len=38))
-    other = Sequence([*prompt[:39], 6], SamplingParams(1, prompt_logprobs=0, logprob_start_len=38))
+    first = Sequence(prompt, SequenceSampling(1, prompt_logprobs=0, logprob_start_len=38))
+    other = Sequence([*prompt[:39], 6], SequenceSampling(1, prompt_logprobs=0, logprob_start_len=38))
     engine.add(first)
     engine.add(other)
     list(engine.run())
@@ -185,7 +185,7 @@ def test_what_comes_before_the_scored_tokens_is_taken_from_the_cache() -> None:
 def test_logits_of_a_prompt_that_are_not_finite_fail_its_sequences_and_no_other() -> None:
     engine = make_engine(100, PassLimits(4, 3))
     prompt = [7] * 6
-    first, fork, other = (Sequence(prompt, SamplingParams(3, prompt_logprobs=score)) for score in (0, 0, None))
+    first, fork, other = (Sequence(prompt, SequenceSampling(3, prompt_logprobs=score)) for score in (0, 0, None))
     first.forks, fork.prompt_logprobs = [fork], first.prompt_logprobs
     forward = engine.model.forward
 
@@ -205,7 +205,7 @@ def test_logits_of_a_prompt_that_are_not_finite_fail_its_sequences_and_no_other(
 
 
 def run_alike(engine: Engine, count: int = 6) -> list[list[int]]:
-    sequences = [Sequence([start] * 3, SamplingParams(20)) for start in range(count)]
+    sequences = [Sequence([start] * 3, SequenceSampling(20)) for start in range(count)]
     for sequence in sequences:
         engine.add(sequence)
     list(engine.run())
@@ -214,7 +214,7 @@ def run_alike(engine: Engine, count: int = 6) -> list[list[int]]:
 
 def test_what_is_parked_can_be_given_up_and_is_computed_again() -> None:
     engine = make_engine(7, PassLimits(64, 8), 50, sharing=False)
-    sequences = [Sequence([start] * 3, SamplingParams(20)) for start in range(6)]
+    sequences = [Sequence([start] * 3, SequenceSampling(20)) for start in range(6)]
     for sequence in sequences:
         engine.add(sequence)
     while not any(sequence.table.parked for sequence in engine.scheduler.waiting):
@@ -230,7 +230,7 @@ def test_what_is_parked_can_be_given_up_and_is_computed_again() -> None:
 def test_an_abort_between_passes_frees_every_block_parked_ones_too() -> None:
     engine = make_engine(7, PassLimits(64, 8), 50, sharing=False)
     for start in range(6):
-        engine.add(Sequence([start] * 3, SamplingParams(20)))
+        engine.add(Sequence([start] * 3, SequenceSampling(20)))
     while not any(sequence.table.parked for sequence in engine.scheduler.waiting):
         engine.step()
     cache = engine.scheduler.cache
@@ -263,7 +263,7 @@ def test_a_shared_beginning_is_computed_once_even_in_the_first_pass() -> None:
     for sharing in (True, False):
         engine = make_engine(100, PassLimits(256, 8), sharing=sharing)
         for row in range(rows):
-            engine.add(Sequence([*shared, row], SamplingParams(2)))
+            engine.add(Sequence([*shared, row], SequenceSampling(2)))
         engine.step()
         assert len(engine.model.batches[0].chunks) == rows
         usage = engine.scheduler.cache.usage(sequence.table for sequence in engine.scheduler.running)
@@ -276,7 +276,7 @@ def test_a_shared_beginning_is_computed_once_even_in_the_first_pass() -> None:
 
 def test_the_prompt_of_many_samples_is_computed_once() -> None:
     engine = make_engine(100, PassLimits(64, 8))
-    first, *forks = [Sequence([3, 1, 4, 1, 5], SamplingParams(6)) for _ in range(4)]
+    first, *forks = [Sequence([3, 1, 4, 1, 5], SequenceSampling(6)) for _ in range(4)]
     first.forks = forks
     engine.add(first)
     list(engine.run())
@@ -288,7 +288,7 @@ def test_the_prompt_of_many_samples_is_computed_once() -> None:
 
 def test_more_samples_than_places_are_generated_a_few_at_a_time() -> None:
     engine = make_engine(100, PassLimits(64, 3))
-    first, *forks = [Sequence([3, 1, 4, 1, 5], SamplingParams(6)) for _ in range(7)]
+    first, *forks = [Sequence([3, 1, 4, 1, 5], SequenceSampling(6)) for _ in range(7)]
     first.forks = forks
     engine.add(first)
     list(engine.run())
@@ -300,9 +300,9 @@ def test_more_samples_than_places_are_generated_a_few_at_a_time() -> None:
 
 def test_decoding_sequences_and_prompts_share_passes() -> None:
     engine = make_engine(100, PassLimits(16, 8))
-    engine.add(Sequence([1] * 4, SamplingParams(10)))
+    engine.add(Sequence([1] * 4, SequenceSampling(10)))
     engine.step()
-    engine.add(Sequence([2] * 40, SamplingParams(2)))
+    engine.add(Sequence([2] * 40, SequenceSampling(2)))
     engine.step()
     batch = engine.model.batches[-1]
     assert [chunk.count for chunk in batch.chunks] == [1, 15]
@@ -311,7 +311,7 @@ def test_decoding_sequences_and_prompts_share_passes() -> None:
 
 def test_a_long_prompt_passes_through_a_windowed_pool_that_is_smaller_than_it() -> None:
     engine = make_engine(100, PassLimits(64, 8), windowed=4)
-    sequence = Sequence([2] * 60, SamplingParams(30))
+    sequence = Sequence([2] * 60, SequenceSampling(30))
     engine.add(sequence)
     list(engine.run())
     assert sequence.output_ids == alone([2] * 60, 30)
@@ -321,17 +321,17 @@ def test_a_long_prompt_passes_through_a_windowed_pool_that_is_smaller_than_it() 
 def test_a_sequence_that_never_fits_is_refused() -> None:
     engine = make_engine(2, PassLimits(16, 8))
     with pytest.raises(ValueError, match="never fit"):
-        engine.add(Sequence([1] * 4, SamplingParams(5)))
-    engine.add(Sequence([1] * 4, SamplingParams(4)))
+        engine.add(Sequence([1] * 4, SequenceSampling(5)))
+    engine.add(Sequence([1] * 4, SequenceSampling(4)))
 
 
 def test_eos_stop_ids_and_ignore_eos_end_or_do_not_end() -> None:
     prompt = [3, 1, 4]
     out = alone(prompt, 12)
     for params, eos, wanted, reason in (
-        (SamplingParams(12), {out[3]}, out[: out.index(out[3]) + 1], "stop"),
-        (SamplingParams(12, ignore_eos=True), {out[3]}, out, "length"),
-        (SamplingParams(12, stop_token_ids=(out[5],)), set(), out[: out.index(out[5]) + 1], "stop"),
+        (SequenceSampling(12), {out[3]}, out[: out.index(out[3]) + 1], "stop"),
+        (SequenceSampling(12, ignore_eos=True), {out[3]}, out, "length"),
+        (SequenceSampling(12, stop_token_ids=(out[5],)), set(), out[: out.index(out[5]) + 1], "stop"),
     ):
         engine = make_engine(20, PassLimits(16, 8))
         sequence = Sequence(prompt, params, frozenset(eos))
@@ -351,7 +351,7 @@ def test_a_row_with_broken_logits_fails_alone() -> None:
 
     engine = make_engine(50, PassLimits(16, 8))
     engine.model = Broken(engine.scheduler.cache)
-    sequences = [Sequence([start], SamplingParams(6)) for start in (8, 9, 10)]
+    sequences = [Sequence([start], SequenceSampling(6)) for start in (8, 9, 10)]
     for sequence in sequences:
         engine.add(sequence)
     list(engine.run())
@@ -379,7 +379,7 @@ def test_tokens_do_not_depend_on_interactive_sequences_beside_them(
     while coming or engine.busy:
         while coming and coming[0][0] <= passes:
             _, interactive, (prompt, count, number) = coming.pop(0)
-            first, *forks = [Sequence(prompt, SamplingParams(count), interactive=interactive) for _ in range(number)]
+            first, *forks = [Sequence(prompt, SequenceSampling(count), interactive=interactive) for _ in range(number)]
             first.forks = forks
             samples.append(([first, *forks], prompt, count))
             engine.add(first)
@@ -401,14 +401,14 @@ def tokens_of(batch: Batch, interactive: bool) -> int:
 def test_interactive_sequences_take_the_next_pass_and_at_most_half_of_it() -> None:
     """The cache, the slots and the tokens of every pass are taken when they come."""
     engine = make_engine(40, PassLimits(16, 8))
-    rows = [Sequence([1 + index, 2, 3], SamplingParams(60)) for index in range(20)]
+    rows = [Sequence([1 + index, 2, 3], SequenceSampling(60)) for index in range(20)]
     for sequence in rows:
         engine.add(sequence)
     for _ in range(4):
         engine.step()
     assert len(engine.scheduler.running) == 8
-    chats = [Sequence([40, index] * 2, SamplingParams(5), interactive=True) for index in range(2)]
-    long = Sequence([41] * 30, SamplingParams(5), interactive=True)
+    chats = [Sequence([40, index] * 2, SequenceSampling(5), interactive=True) for index in range(2)]
+    long = Sequence([41] * 30, SequenceSampling(5), interactive=True)
     for chat in (*chats, long):
         engine.add(chat)
     engine.step()
@@ -428,14 +428,14 @@ def test_interactive_sequences_take_the_next_pass_and_at_most_half_of_it() -> No
 def test_without_a_batch_interactive_sequences_have_every_slot() -> None:
     engine = make_engine(60, PassLimits(16, 8))
     for index in range(8):
-        engine.add(Sequence([index, 1], SamplingParams(3), interactive=True))
+        engine.add(Sequence([index, 1], SequenceSampling(3), interactive=True))
     engine.step()
     assert len(engine.model.batches[-1].sampling) == 8
 
 
 def test_one_that_is_dropped_leaves_its_blocks_to_others() -> None:
     engine = make_engine(30, PassLimits(16, 4))
-    kept, *dropped = [Sequence([index, 1, 2], SamplingParams(9), interactive=index > 0) for index in range(6)]
+    kept, *dropped = [Sequence([index, 1, 2], SequenceSampling(9), interactive=index > 0) for index in range(6)]
     for sequence in (kept, *dropped):
         engine.add(sequence)
     engine.step()

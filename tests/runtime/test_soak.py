@@ -8,7 +8,7 @@ import pytest
 from moedge.offload.memory import host_resident
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.plan.placement import Workload
-from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sampling.params import SequenceSampling
 
 MIB = 1 << 20
 WARM, ROWS, LIVE = 1000, 4000, 64
@@ -24,7 +24,7 @@ def test_m8_a_long_run_holds_no_more_memory_and_no_more_blocks_than_a_short_one(
     for finished in range(LIVE, ROWS + 1, LIVE):
         for row in range(LIVE):
             prompt = [5 + (finished + row + place) % 370 for place in range(8)]
-            running.add(Sequence(prompt, SamplingParams(2, ignore_eos=True)))
+            running.add(Sequence(prompt, SequenceSampling(2, ignore_eos=True)))
         list(running.run())
         assert all(group.allocator.num_live == 0 for group in running.scheduler.cache.groups)
         resident[finished] = host_resident()

@@ -24,7 +24,7 @@ from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine
 from moedge.runtime.loading.prepare import prepare
 from moedge.runtime.plan.placement import Plan, Workload
 from moedge.runtime.plan.planner import budget_range, make_plan, reads_integers
-from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.settings.settings import Budgets, MemoryBudget, Settings
 from moedge.runtime.shape.families import LATENT
 from moedge.runtime.shape.shards import FORMATS
@@ -182,7 +182,7 @@ def _answers(loaded: LoadedEngine, way: Way) -> tuple[Answers, Counter[str]]:
     for index in way.kept:
         # Samples of a prompt that reports its own log-probabilities share them.
         own = {"max_tokens": NEW_TOKENS, "ignore_eos": True, **SAMPLING[index % len(SAMPLING)]}
-        samples = [Sequence(prompts[index], SamplingParams(**own, seed=seed), sample=seed) for seed in range(SAMPLES)]
+        samples = [Sequence(prompts[index], SequenceSampling(**own, seed=seed), sample=seed) for seed in range(SAMPLES)]
         rows |= {(index, seed): each for seed, each in enumerate(samples)}
         if way.forked:
             samples[0].forks = samples[1:]

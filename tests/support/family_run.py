@@ -11,7 +11,7 @@ from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.loading.prepare import prepare
 from moedge.runtime.plan.placement import Plan, Workload
 from moedge.runtime.plan.planner import budget_range, make_plan
-from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.settings.settings import Budgets, MemoryBudget, Settings
 from moedge.runtime.source.model_source import open_source
 from support.tiny_families import save_tiny
@@ -91,7 +91,7 @@ def _generate(model: Any, ids: list[int]) -> list[int]:
 
 def _run(source: Any, plan: Plan, store: Path | None) -> tuple[list[list[int]], int, int]:
     loaded = load_engine(source, plan, store)
-    sequences = [Sequence(ids, SamplingParams(NEW_TOKENS), frozenset({2})) for ids in prompts()]
+    sequences = [Sequence(ids, SequenceSampling(NEW_TOKENS), frozenset({2})) for ids in prompts()]
     try:
         for sequence in sequences:
             loaded.engine.add(sequence)

@@ -10,7 +10,7 @@ import torch
 
 from moedge.runtime.engine.engine import Engine
 from moedge.runtime.engine.sequence import Sequence, pack
-from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.settings.errors import DoesNotFit
 
 DEMO = Path(__file__).parents[2] / "examples" / "tiny_moe"
@@ -21,7 +21,7 @@ def predict(engine: Engine, token_ids: list[int]) -> Iterator[torch.Tensor]:
 
     Runs through the engine's model and cache in passes of its own size; the engine must be idle.
     """
-    scheduler, sequence = engine.scheduler, Sequence(token_ids, SamplingParams(1))
+    scheduler, sequence = engine.scheduler, Sequence(token_ids, SequenceSampling(1))
     if scheduler.cache.states is not None:
         sequence.table.state = scheduler.cache.states.take()
     try:

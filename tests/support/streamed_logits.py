@@ -13,7 +13,7 @@ from moedge.runtime.loading.prepare import precision, prepare
 from moedge.runtime.model.runner import ModelRunner
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import budget_range, make_plan
-from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.settings.settings import Budgets, MemoryBudget, Settings
 from moedge.runtime.source.model_source import open_source
 
@@ -25,7 +25,7 @@ SETTINGS = Settings(dtype="fp32", quant="none", kv="fp32", tokens_per_pass=16, m
 def streamed_logits(folder: Path, store: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     """The logits after each prompt, of an engine that reads its weights from disk at the smallest budget."""
     rows: dict[int, torch.Tensor] = {}
-    sequences = [Sequence(prompt, SamplingParams(1, ignore_eos=True)) for prompt in PROMPTS]
+    sequences = [Sequence(prompt, SequenceSampling(1, ignore_eos=True)) for prompt in PROMPTS]
     forward = ModelRunner.forward
 
     def kept(self: ModelRunner, batch: Batch) -> torch.Tensor:

@@ -29,7 +29,7 @@ def confine(memory_nbytes: int, languages: str | None, own: OwnReader | None) ->
     shut_in(memory_nbytes, _MOST_FILES, readable, tesseract() if languages else ())
 
 
-class Answers:
+class ReaderWorker:
     """Answers frames of one parent."""
 
     def __init__(self, hello: dict[str, Any], sink: BinaryIO) -> None:
@@ -77,7 +77,7 @@ def main() -> None:
         return
     given = unpack(hello)
     try:
-        answers = Answers(given, sink)
+        answers = ReaderWorker(given, sink)
     except ValueError as error:
         sink.write(pack({"error": str(error)[:500]}))
         sink.flush()

@@ -189,7 +189,7 @@ _SYNCED = re.compile(rb'\{"kind":"[a-z]+","synced":(\d+)')
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class JournalEntry:
     """A record's JSON, and where its line begins."""
 
     offset: int
@@ -210,14 +210,14 @@ class JournalScan:
         self.nbytes = 0
         self.corrupt = False
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[JournalEntry]:
         self._file.seek(0)
         while line := self._file.readline():
             payload = unframe(line, self.crc)
             if payload is None:
                 self._judge(line)
                 return
-            yield Entry(self.end, payload)
+            yield JournalEntry(self.end, payload)
             self.end += len(line)
             self.crc = printed_crc(line) or 0
         self.nbytes = self.end

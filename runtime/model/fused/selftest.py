@@ -20,7 +20,7 @@ from ...engine.sequence import Batch, pack
 from ...engine.sequence import Sequence as TokenSequence
 from ...kv.cache import KVCache
 from ...plan.candidate import SELFTEST_ROWS
-from ...sampling.params import SamplingParams
+from ...sampling.params import SequenceSampling
 from ..runner import ModelRunner
 from .decoder import FusedDecoder, FusedExecutor
 from .layer import Buffers, FusedLayer, LayerParts, parts_of
@@ -120,7 +120,7 @@ def _batch(vocab: int) -> Batch:
     chosen = []
     for index, (past, count) in enumerate(_PASTS):
         ids = [(7 * index + 13 * position) % vocab for position in range(past + count)]
-        sequence = TokenSequence(ids, SamplingParams(1))
+        sequence = TokenSequence(ids, SequenceSampling(1))
         sequence.table.num_tokens = past
         chosen.append((sequence, count))
     return pack(chosen)
@@ -210,7 +210,7 @@ def _stored_sequences(cache: KVCache, vocab: int) -> list[TokenSequence] | None:
     sequences, taken = [], 0
     for length in _LENGTHS:
         blocks = -(-(length + 1) // cache.block)
-        sequence = TokenSequence([(31 * length + 7 * each) % vocab for each in range(length)], SamplingParams(2))
+        sequence = TokenSequence([(31 * length + 7 * each) % vocab for each in range(length)], SequenceSampling(2))
         sequence.table.blocks = [list(range(taken, taken + blocks)) for _ in cache.pools]
         sequences.append(sequence)
         taken += blocks

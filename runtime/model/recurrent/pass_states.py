@@ -15,7 +15,7 @@ import torch
 from ....offload.machine.hardware import num_workers
 from ....quant.kernels.upload import upload
 from ....quant.matmul.thread_pool import WorkerPool
-from ...engine.sequence import Batch, Chunk
+from ...engine.sequence import Batch, TokenChunk
 from ...kv.allocator import NO_SLOT
 from ...kv.spec import CPU_STEP_NBYTES, GATHERED_NBYTES, SCAN_CHUNK, SCANNED_TOKENS, SHARED_STEP_NBYTES, STEP_NBYTES
 from ...kv.states import LayerStates, Slots, StatePool
@@ -116,7 +116,7 @@ class PassStates:
         turns = (sorted(each for each in turn if each is not None) for turn in zip_longest(*stepped))
         self._turns = [_turn_of(turn, device) for turn in turns]
 
-    def _scanned(self, chunk: Chunk) -> int:
+    def _scanned(self, chunk: TokenChunk) -> int:
         """How many tokens of a chunk are scanned: its prompt, and a run of others where a scan gives the same."""
         prompt = min(chunk.count, max(0, len(chunk.sequence.prompt_ids) - chunk.past))
         assert not (self.tiled and prompt and chunk.past % SCAN_CHUNK), "a prompt was cut inside a tile"
@@ -210,7 +210,7 @@ def _turn_of(run: list[tuple[int, int]], device: torch.device) -> _Turn:
     return _Turn(upload(rows, device), upload(rows.argsort(), device), [slot for slot, _ in run])
 
 
-def _cut(chunk: Chunk, count: int, most: int) -> Iterator[_Piece]:
+def _cut(chunk: TokenChunk, count: int, most: int) -> Iterator[_Piece]:
     """The first `count` rows of a chunk in pieces of up to `most`, which also end where a snapshot is taken."""
     table = chunk.sequence.table
     kept = {position - chunk.past: slot for position, slot in table.snapshots}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moedge.apps.cluster import workers as clusters
-from moedge.apps.cluster.job import Cluster
+from moedge.apps.cluster.job import RayCluster
 from moedge.apps.cluster.worker import WorkerInfo
 from moedge.apps.cluster.workers import ClusterSize, Workers
 from moedge.runtime.settings.stages import Advance, Stage, watching
@@ -79,7 +79,7 @@ def test_workers_that_must_wait_for_nodes_are_counted(ray: FakeRay) -> None:
 
 def test_the_line_stands_until_a_worker_runs_and_the_stage_goes_on(ray: FakeRay) -> None:
     workers, shown, steps = Workers("model", "auto", 1, False), list[Stage](), []
-    cluster = Cluster(workers)
+    cluster = RayCluster(workers)
     workers.start({})
 
     class Watcher:
@@ -116,4 +116,4 @@ def test_a_signal_ends_the_wait_although_ray_wraps_what_its_handler_raises(ray: 
 
     ray.on_wait = interrupt
     with pytest.raises(Interrupted):
-        workers.poll(Cluster(workers), 1.0)
+        workers.poll(RayCluster(workers), 1.0)

@@ -14,7 +14,7 @@ from moedge.offload.machine.profile import Overheads, read_machine
 from moedge.offload.machine.speeds import measure_disk
 from moedge.runtime.calibration import machine_profile, pass_rates
 from moedge.runtime.calibration.machine_profile import saved_profile
-from moedge.runtime.plan.plan_file import RunRecord, keep
+from moedge.runtime.plan.plan_file import PastRun, keep
 
 MIB = 1 << 20
 
@@ -56,7 +56,7 @@ def test_what_is_measured_is_kept_and_printed_as_a_profile_that_can_be_read_back
     assert "measured just now" in told
     assert "bitsandbytes" not in told
     assert "predictions" not in told
-    keep(RunRecord("then", "here", "a model", "shape", "nf4", "disk", 1.2, 10.0, 8.0, 1 << 30, 1 << 29))
+    keep(PastRun("then", "here", "a model", "shape", "nf4", "disk", 1.2, 10.0, 8.0, 1 << 30, 1 << 29))
     assert cli("doctor", "--quick", "--disk-dir", stores) == 0
     told = capsys.readouterr().out
     assert "off by +25%; the newest, a model: 8.0 tok/s, 10.0 predicted, peak 0.50 GiB of 1.00 GiB planned" in told

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moedge.apps.documents.iterate import FoundFile, FoundFiles
-from moedge.apps.documents.rounds import Answers, Entry, IndexedEntries, LineOffsets, row_id
+from moedge.apps.documents.rounds import Entry, IndexedEntries, LineOffsets, RowAnswers, row_id
 
 COUNT = 3000
 NAMES = ["a", "b/c.txt", "b/two\nlines", "caf\u00e9", "\udcff\udc80.bin", "", "z" * 300]
@@ -53,8 +53,8 @@ def test_a_file_takes_little_more_than_its_path() -> None:
 def test_an_answer_takes_no_memory_of_its_own(tmp_path: Path) -> None:
     ids, path = [row_id("0" * 20, 0, number) for number in range(COUNT)], tmp_path / "answers.jsonl"
     path.write_text("".join(f'{{"id":"{each}","text":"an answer"}}\n' for each in ids))
-    assert nbytes_of(lambda: Answers([path])) < 64
-    found = Answers([path, tmp_path / "missing"])
+    assert nbytes_of(lambda: RowAnswers([path])) < 64
+    found = RowAnswers([path, tmp_path / "missing"])
     assert all(each in found for each in ids)
     assert found[ids[-1]].text == "an answer"
     assert row_id("0" * 20, 1, 0) not in found
@@ -80,7 +80,7 @@ def test_of_two_lines_with_one_name_the_later_one_is_found(tmp_path: Path) -> No
     first, second = tmp_path / "1.jsonl", tmp_path / "2.jsonl"
     first.write_text("".join(json.dumps({"id": str(number), "text": f"old {number}"}) + "\n" for number in range(100)))
     second.write_text(json.dumps({"id": "7", "text": "new"}) + "\n")
-    answers = Answers([first, second])
+    answers = RowAnswers([first, second])
     assert [answers[each].text for each in ("6", "7", "8")] == ["old 6", "new", "old 8"]
     assert "100" not in answers
 

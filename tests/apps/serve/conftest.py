@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from moedge.apps.serve.limits import Limits
+from moedge.apps.serve.limits import ServerLimits
 from moedge.apps.serve.server import RunningServer, ServerSettings, open_server
 
 ENGINE = {
@@ -18,7 +18,7 @@ ENGINE = {
     "rows": 20, "prompt_tokens": 40, "output_tokens": 20, "max_model_len": 400, "max_sequences": 8,
     "tokens_per_pass": 64,
 }  # fmt: skip
-LIMITS = Limits(upload_nbytes=200_000, body_nbytes=20_000, files=40, queued=10)
+LIMITS = ServerLimits(upload_nbytes=200_000, body_nbytes=20_000, files=40, queued=10)
 
 
 @contextmanager

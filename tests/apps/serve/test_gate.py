@@ -13,12 +13,12 @@ import pytest
 import uvicorn
 
 from moedge.apps.serve.errors import ApiError
-from moedge.apps.serve.gate import Gate, RequestRates, bounded_protocol
-from moedge.apps.serve.limits import Limits
+from moedge.apps.serve.gate import RequestGate, RequestRates, bounded_protocol
+from moedge.apps.serve.limits import ServerLimits
 from moedge.apps.serve.server import ServerSettings
 from moedge.runtime.settings.errors import BadArgument
 
-PATIENT = Limits(upload_nbytes=1 << 20, body_nbytes=1000, requests=3)
+PATIENT = ServerLimits(upload_nbytes=1 << 20, body_nbytes=1000, requests=3)
 # Longer for headers: a busy machine needs time to send them.
 IMPATIENT = replace(PATIENT, header_seconds=1.5, idle_seconds=0.5)
 KEY = "a key of many characters"
@@ -44,10 +44,10 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 
 
 @contextmanager
-def running(key: str | None, limits: Limits = PATIENT) -> Iterator[int]:
+def running(key: str | None, limits: ServerLimits = PATIENT) -> Iterator[int]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         config = uvicorn.Config(
-            Gate(echo, key, limits),
+            RequestGate(echo, key, limits),
             http=bounded_protocol(limits),
             ws="none",
             lifespan="off",

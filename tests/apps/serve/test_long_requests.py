@@ -15,7 +15,7 @@ from openai import OpenAI
 
 from moedge.apps.serve.app import Turns
 from moedge.apps.serve.errors import ApiError
-from moedge.apps.serve.limits import Limits
+from moedge.apps.serve.limits import ServerLimits
 from moedge.apps.serve.server import ServerSettings, open_server
 
 from .conftest import ENGINE
@@ -29,7 +29,9 @@ def status(name: str) -> int:
 @pytest.fixture(scope="module")
 def client(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
     folder = tmp_path_factory.mktemp("long")
-    settings = ServerSettings(str(checkpoint("qwen3_moe")), port=0, folder=folder, options=ENGINE, limits=Limits())
+    settings = ServerSettings(
+        str(checkpoint("qwen3_moe")), port=0, folder=folder, options=ENGINE, limits=ServerLimits()
+    )
     with open_server(settings) as server:
         thread = threading.Thread(target=server.run)
         thread.start()
@@ -71,7 +73,7 @@ def test_long_prompts_at_once_are_refused_in_little_memory(client: OpenAI) -> No
 @pytest.mark.parametrize(("bodies", "nbytes", "refused"), [(200, 64 << 10, 0), (60, 15 << 19, 58), (1, 64 << 20, 0)])
 def test_what_waits_to_be_tokenized_is_bounded(bodies: int, nbytes: int, refused: int) -> None:
     """200 streams of short prompts wait; of sixty prompts of 7.5 MiB, which held up everybody, two do."""
-    turns, alone, found = Turns(Limits().waiting_nbytes), [0], list[ApiError]()
+    turns, alone, found = Turns(ServerLimits().waiting_nbytes), [0], list[ApiError]()
 
     async def read() -> None:
         try:

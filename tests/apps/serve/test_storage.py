@@ -18,7 +18,7 @@ import pytest
 from moedge.apps.serve.app import Service, Turns, make_app
 from moedge.apps.serve.batches import BatchQueue, BatchSettings
 from moedge.apps.serve.files import FileStore
-from moedge.apps.serve.limits import Limits
+from moedge.apps.serve.limits import ServerLimits
 from moedge.apps.serve.server import _most_connections
 from moedge.offload.errors import ExitCode, exit_code_of
 from moedge.runtime.settings.errors import OutputRefused
@@ -34,7 +34,7 @@ class Answer(NamedTuple):
 class Server:
     """The routes on a folder, whose engine never comes."""
 
-    def __init__(self, folder: Path, limits: Limits) -> None:
+    def __init__(self, folder: Path, limits: ServerLimits) -> None:
         folder.mkdir(exist_ok=True)
         engine: Any = SimpleNamespace(died=Future(), num_live=0, broken=False, ready=Future())
         self.engine = engine
@@ -95,7 +95,7 @@ def test_j6_a_batch_that_finds_no_room_leaves_no_ghost(
     call: str, first: int, number: int, tmp_path: Path, full: Any
 ) -> None:
     """Also where the record has its name already, and only the folder could not be synchronized."""
-    server = Server(tmp_path, Limits())
+    server = Server(tmp_path, ServerLimits())
     file_id = (server.upload(b"{}\n")).body["id"]
     full(call, first, number)
     answer = server.ask("POST", "/v1/batches", body={**BATCH, "input_file_id": file_id})
@@ -112,7 +112,7 @@ def test_j6_a_batch_that_finds_no_room_leaves_no_ghost(
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EMFILE, errno.EIO])
 @pytest.mark.parametrize("call", CALLS)
 def test_j6_an_upload_that_finds_no_room_leaves_nothing(call: str, number: int, tmp_path: Path, full: Any) -> None:
-    server = Server(tmp_path, Limits())
+    server = Server(tmp_path, ServerLimits())
     for first in range(1, 6):
         full(call, first, number)
         answer = server.upload(b"x" * 100_000)
@@ -128,7 +128,7 @@ def test_j6_an_upload_that_finds_no_room_leaves_nothing(call: str, number: int, 
 
 
 def test_j6_a_cancellation_that_finds_no_room_is_none(tmp_path: Path, full: Any) -> None:
-    server = Server(tmp_path, Limits())
+    server = Server(tmp_path, ServerLimits())
     file_id = (server.upload(b"{}\n")).body["id"]
     batch_id = (server.ask("POST", "/v1/batches", body={**BATCH, "input_file_id": file_id})).body["id"]
     full("open", 1)
@@ -143,7 +143,7 @@ def test_j6_a_cancellation_that_finds_no_room_is_none(tmp_path: Path, full: Any)
 def test_j6_a_batch_that_runs_out_of_something_is_left_to_be_resumed(
     number: int, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server, died = Server(tmp_path, Limits()), list[BaseException]()
+    server, died = Server(tmp_path, ServerLimits()), list[BaseException]()
     file_id = (server.upload(b"{}\n")).body["id"]
     server.ask("POST", "/v1/batches", body={**BATCH, "input_file_id": file_id})
 
@@ -163,7 +163,7 @@ def test_j6_a_batch_that_runs_out_of_something_is_left_to_be_resumed(
     server.batches.start()
     server.batches.close()
     assert [exit_code_of(each) for each in died] == [ExitCode.GAVE_OUT]
-    again = BatchQueue(tmp_path, server.files, server.engine, BatchSettings("model"), Limits())
+    again = BatchQueue(tmp_path, server.files, server.engine, BatchSettings("model"), ServerLimits())
     assert [each["status"] for each in again.list()] == ["validating"]
     assert not again._waiting.empty()
 
@@ -175,12 +175,12 @@ BAD = ["", "{", "[]", "7", "null", "{}", '{"id": "file-000000000000000000000000"
 def test_one_bad_record_is_set_aside_and_named(
     content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = Server(tmp_path, Limits())
+    before = Server(tmp_path, ServerLimits())
     kept, spoiled = [(before.upload(b"{}\n")).body["id"] for _ in range(2)]
     batch = (before.ask("POST", "/v1/batches", body={**BATCH, "input_file_id": kept})).body["id"]
     (tmp_path / "files" / f"{spoiled}.json").write_text(content)
     (tmp_path / "batches" / "batch_000000000000000000000000.json").write_text(content)
-    after = Server(tmp_path, Limits())
+    after = Server(tmp_path, ServerLimits())
     assert [each.id for each in after.files.list(None)] == [kept]
     assert [each["id"] for each in after.batches.list()] == [batch]
     said = capsys.readouterr().err
@@ -189,22 +189,22 @@ def test_one_bad_record_is_set_aside_and_named(
     # What a client sent is not thrown away for it.
     assert (tmp_path / "files" / f"{spoiled}.jsonl").read_bytes() == b"{}\n"
     assert (tmp_path / "files" / f"{spoiled}.json.bad").is_file()
-    assert [each.id for each in Server(tmp_path, Limits()).files.list(None)] == [kept]
+    assert [each.id for each in Server(tmp_path, ServerLimits()).files.list(None)] == [kept]
 
 
 def test_a_record_of_a_newer_server_is_read(tmp_path: Path) -> None:
-    before = Server(tmp_path, Limits())
+    before = Server(tmp_path, ServerLimits())
     kept = (before.upload(b"{}\n")).body["id"]
     batch = (before.ask("POST", "/v1/batches", body={**BATCH, "input_file_id": kept})).body["id"]
     for path in (tmp_path / "files" / f"{kept}.json", tmp_path / "batches" / f"{batch}.json"):
         path.write_text(json.dumps({**json.loads(path.read_text()), "a_field_of_tomorrow": {"x": 1}}))
-    after = Server(tmp_path, Limits())
+    after = Server(tmp_path, ServerLimits())
     assert [each.id for each in after.files.list(None)] == [kept]
     assert [each["id"] for each in after.batches.list()] == [batch]
 
 
 def test_all_uploads_together_are_bounded(tmp_path: Path) -> None:
-    server = Server(tmp_path, Limits(stored_nbytes=250_000))
+    server = Server(tmp_path, ServerLimits(stored_nbytes=250_000))
     answers = [server.upload(b"x" * 100_000) for _ in range(3)]
     assert [each.status for each in answers] == [200, 200, 507]
     assert "delete some" in answers[2].body["error"]["message"]
@@ -213,7 +213,7 @@ def test_all_uploads_together_are_bounded(tmp_path: Path) -> None:
 
 
 def test_a_disk_error_that_is_no_lack_is_still_a_bug(tmp_path: Path, full: Any) -> None:
-    server = Server(tmp_path, Limits())
+    server = Server(tmp_path, ServerLimits())
     full("open", 1, errno.EBADF)
     with pytest.raises(OSError, match="Bad file descriptor"):
         server.upload(b"{}")
@@ -223,6 +223,6 @@ def test_half_of_the_descriptors_stay_for_batches(monkeypatch: pytest.MonkeyPatc
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr("resource.setrlimit", lambda kind, limits: asked.append(limits))
     monkeypatch.setattr("resource.getrlimit", lambda kind: (160, 160))
-    assert _most_connections(Limits()) == 80
+    assert _most_connections(ServerLimits()) == 80
     monkeypatch.setattr("resource.getrlimit", lambda kind: (256, 1 << 20))
-    assert (_most_connections(Limits()), asked[-1]) == (1000, (4096, 1 << 20))
+    assert (_most_connections(ServerLimits()), asked[-1]) == (1000, (4096, 1 << 20))

@@ -9,7 +9,7 @@ from moedge.runtime.engine.sequence import Sequence, pack
 from moedge.runtime.kv.cache import KVCache
 from moedge.runtime.kv.pool import KVPool
 from moedge.runtime.kv.spec import KVSpec
-from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.settings.errors import UnsupportedModel
 from moedge.runtime.shape.model_shape import KVGroup
 
@@ -34,7 +34,7 @@ def a_pass(kv: str, tiled: bool) -> tuple[LatentAttention, torch.Tensor, torch.T
     pool.memory.bytes.fill_(255)
     backend, chosen, kept = LatentAttention(KVCache([pool]), torch.float32, tiled), [], []
     for index, (past, count) in enumerate(CHUNKS):
-        sequence = Sequence([0] * (past + count), SamplingParams(1))
+        sequence = Sequence([0] * (past + count), SequenceSampling(1))
         blocks = torch.randperm(TABLES, generator=generator) + index * TABLES
         sequence.table.blocks, sequence.table.num_tokens = [blocks.tolist()], past
         latents, rotated = (torch.randn(past + count, 1, width, generator=generator) for width in (LATENT, ROTATED))
@@ -98,7 +98,7 @@ def test_sinks_are_refused() -> None:
     """Averages whose weights do not sum to one lose the offset that is added back to them."""
     backend, _, _ = a_pass("fp32", False)
     call = AttentionCall(0, 1.0, sinks=torch.zeros(HEADS), latent=weights())
-    sequence = Sequence([0, 0], SamplingParams(1))
+    sequence = Sequence([0, 0], SequenceSampling(1))
     sequence.table.blocks = [[0]]
     with pytest.raises(UnsupportedModel, match="layer 0: latent attention with sinks"):
         backend.attend(

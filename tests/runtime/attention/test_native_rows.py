@@ -18,7 +18,7 @@ from moedge.runtime.engine.sequence import Sequence, pack
 from moedge.runtime.kv.cache import KVCache
 from moedge.runtime.kv.pool import KVPool
 from moedge.runtime.kv.spec import KVSpec
-from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.shape.model_shape import KVGroup
 from support.kernels.attention_setup import FEATURES, NativeSetup, worst
 from support.kernels.native_rows import Rows
@@ -168,7 +168,7 @@ def test_latents_are_keys_of_two_parts_and_values() -> None:
     latents, rotated = torch.randn(300, 1, 96, generator=generator), torch.randn(300, 1, 24, generator=generator)
     at = torch.arange(300)
     pool.write(0, at // 16, at % 16, latents, rotated)
-    sequence = Sequence([0] * 300, SamplingParams(1))
+    sequence = Sequence([0] * 300, SequenceSampling(1))
     sequence.table.blocks, sequence.table.num_tokens = [list(range(19))], 299
     rows = RowAttention(KVCache([pool]), torch.float32, WorkerPool(2))
     call, q = AttentionCall(0, 0.1), torch.randn(1, 5, 120, generator=generator)

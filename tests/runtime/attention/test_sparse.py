@@ -14,7 +14,7 @@ from moedge.runtime.engine.sequence import Batch, Sequence, pack
 from moedge.runtime.kv.cache import KVCache
 from moedge.runtime.kv.pool import KVPool
 from moedge.runtime.kv.spec import KVSpec
-from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.shape.model_shape import KVGroup
 
 # Of so many heads one has a positive product: scores of 0 would be equal.
@@ -32,7 +32,7 @@ def a_pass(kv: str) -> tuple[TokenChooser, Batch, IndexQuery, list[torch.Tensor]
     chooser = TokenChooser(cache, PassSlots(cache, "cpu"), "cpu")
     packed, kept = [], []
     for index, (past, count) in enumerate(CHUNKS):
-        sequence = Sequence([0] * (past + count), SamplingParams(1))
+        sequence = Sequence([0] * (past + count), SequenceSampling(1))
         blocks = torch.randperm(TABLES, generator=generator) + index * TABLES
         sequence.table.blocks, sequence.table.num_tokens = [blocks.tolist()], past
         keys, positions = torch.randn(past + count, 1, DIM, generator=generator), torch.arange(past)

@@ -9,7 +9,7 @@ from moedge.runtime.engine.sequence import Batch, Sequence, pack
 from moedge.runtime.kv.cache import KVCache
 from moedge.runtime.kv.pool import KVPool
 from moedge.runtime.kv.spec import KVSpec
-from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.settings.errors import UnsupportedModel
 from moedge.runtime.shape.model_shape import KVGroup
 
@@ -49,7 +49,7 @@ class Setup:
         self.cache = KVCache([pool])
         self.attention = TorchAttention(self.cache, torch.float32, tiled)
         torch.manual_seed(1)
-        self.sequences = [Sequence([7] * length, SamplingParams(1)) for length in LENGTHS]
+        self.sequences = [Sequence([7] * length, SequenceSampling(1)) for length in LENGTHS]
         self.q = [torch.randn(length, HEADS, DIM) for length in LENGTHS]
         self.k = [torch.randn(length, KV_HEADS, DIM) for length in LENGTHS]
         self.v = [torch.randn(length, KV_HEADS, DIM) for length in LENGTHS]

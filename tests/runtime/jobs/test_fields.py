@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moedge.runtime.rows.fields import FIELDS, IGNORED, UNSUPPORTED
 from moedge.runtime.rows.row import ErrorCode, Row, RowFailure, Severity
-from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sampling.params import SequenceSampling
 
 Make = Callable[..., Any]
 # The least and the most of every number, and a value just outside on each side.
@@ -132,7 +132,7 @@ def test_a_known_field_of_another_form_is_unsupported_not_unknown(complete: Make
 
 
 def test_every_sampling_parameter_can_be_given_by_a_row() -> None:
-    assert {field.name for field in fields(SamplingParams)} <= set(FIELDS)
+    assert {field.name for field in fields(SequenceSampling)} <= set(FIELDS)
 
 
 def test_the_tables_do_not_overlap() -> None:

@@ -17,7 +17,7 @@ from moedge.runtime.rows.row import (
     TextPrompt,
     TokenPrompt,
 )
-from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sampling.params import SequenceSampling
 
 Make = Callable[..., Any]
 TEXT_PART = {"type": "text", "text": "a"}
@@ -31,13 +31,13 @@ def test_a_chat_line_with_every_field_becomes_one_row(chat: Make) -> None:
         stop_token_ids=[3, 4], seed=5, n=2, logprobs=True, top_logprobs=3, presence_penalty=1,
         frequency_penalty=-1, repetition_penalty=1.5, ignore_eos=True, return_token_ids=True,
     )  # fmt: skip
-    params = SamplingParams(
+    params = SequenceSampling(
         max_tokens=9, temperature=1.0, top_p=0.5, top_k=0, min_p=0.1, stop=("\n",), stop_token_ids=(3, 4), seed=5,
         logprobs=3, presence_penalty=1.0, frequency_penalty=-1.0, repetition_penalty=1.5, ignore_eos=True,
     )  # fmt: skip
     prompt = ChatPrompt((Message("user", "Hi"),))
     assert row == Row(0, 1, "c", Endpoint.CHAT, (prompt,), params, 2, "any", True)
-    assert type(row.params) is SamplingParams
+    assert type(row.params) is SequenceSampling
 
 
 @pytest.mark.parametrize(

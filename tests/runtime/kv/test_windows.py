@@ -13,7 +13,7 @@ from moedge.runtime.kv.allocator import NO_BLOCK
 from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan
-from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.settings.settings import MemoryBudget, Settings
 from moedge.runtime.source.model_source import open_source
 
@@ -36,7 +36,7 @@ def test_windowed_layers_hold_the_window_and_their_pool_is_smaller(
         assert plan.kv_blocks[windowed] == SEQUENCES * 2 + 4
         with closing(load_engine(source, plan)) as loaded:
             engine = loaded.engine
-            sequences = [Sequence([first] * (LENGTH - 40), SamplingParams(40, ignore_eos=True)) for first in (7, 8)]
+            sequences = [Sequence([first] * (LENGTH - 40), SequenceSampling(40, ignore_eos=True)) for first in (7, 8)]
             for sequence in sequences:
                 engine.add(sequence)
             held = [0, 0]

@@ -21,7 +21,7 @@ from moedge.runtime.model.runner import ModelRunner, SeamExecutor
 from moedge.runtime.plan.memory_ledger import FUSED
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan
-from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.settings.settings import MemoryBudget, Settings
 from moedge.runtime.source.model_source import open_source
 from support.seeded_bugs import BUGS, Bug, planted
@@ -63,7 +63,7 @@ def logits_of(loaded: LoadedEngine, monkeypatch: pytest.MonkeyPatch) -> list[tor
         patch.setattr(ModelRunner, "forward", forced)
         for length in (3, 20, 7):
             prompt = [(11 * each + length) % 380 for each in range(length)]
-            loaded.engine.add(Sequence(prompt, SamplingParams(12, ignore_eos=True)))
+            loaded.engine.add(Sequence(prompt, SequenceSampling(12, ignore_eos=True)))
         list(loaded.engine.run())
     return found
 

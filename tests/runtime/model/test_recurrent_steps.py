@@ -15,7 +15,7 @@ from moedge.runtime.kv.states import StatePool
 from moedge.runtime.model.recurrent import pass_states
 from moedge.runtime.model.recurrent.pass_states import PassStates
 from moedge.runtime.model.recurrent.seam import chunk_scan, gated_delta_rule
-from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.shape.model_shape import StateGroup
 
 LAYER, PAST, CPU = 3, 5, torch.device("cpu")
@@ -29,7 +29,7 @@ def a_pass() -> Batch:
     """A generated token of one sequence for every slot."""
     chosen = []
     for slot in SLOTS:
-        sequence = Sequence([0] * PAST, SamplingParams(4), output_ids=[1])
+        sequence = Sequence([0] * PAST, SequenceSampling(4), output_ids=[1])
         sequence.table.state, sequence.table.num_tokens = slot, PAST
         chosen.append((sequence, 1))
     return pack(chosen)

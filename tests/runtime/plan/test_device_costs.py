@@ -15,7 +15,7 @@ from moedge.quant.matmul.matmul import Matmul, Workspace
 from moedge.quant.scratch import scratch_nbytes
 from moedge.quant.tensor import pack
 from moedge.runtime.sampling.draw import Draw
-from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.sampling.sampler import BYTES_PER_LOGIT, Sampler
 
 VIEWS = {
@@ -49,7 +49,7 @@ def test_a_tile_of_the_sampler_starts_as_many_kernels() -> None:
     sampler, vocab = Sampler(), 32000
     rows = presets.SAMPLER_LOGITS // vocab
     assert sampler.scratch_nbytes // BYTES_PER_LOGIT == presets.SAMPLER_LOGITS
-    draw = Draw(SamplingParams(16, temperature=0.6, top_p=0.95, top_k=20), 0, 3)
+    draw = Draw(SequenceSampling(16, temperature=0.6, top_p=0.95, top_k=20), 0, 3)
     found = []
     for tiles in (1, 2):
         with torch.inference_mode(), Counted() as counted:

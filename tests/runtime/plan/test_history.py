@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from moedge.runtime.plan.plan_file import MOST_KEPT, RunRecord, corrections, keep, last_runs
+from moedge.runtime.plan.plan_file import MOST_KEPT, PastRun, corrections, keep, last_runs
 
-RUN = RunRecord(
+RUN = PastRun(
     "2026-11-21T10:00:00+00:00", "box", "a model", "shape", "nf4 bf16", "compute", 1.4, 10.0, 7.1, 1 << 30, 1 << 29
 )
 KINDS = ("nf4 bf16", "none bf16")

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from moedge.runtime.sampling import sampler as choice
-from moedge.runtime.sampling.sampler import Settings, choose
+from moedge.runtime.sampling.sampler import SamplerColumns, choose
 
 GRID = 2048
 FILTERS = st.fixed_dictionaries(
@@ -23,7 +23,7 @@ LAST = 1 - 2.0**-53
 def columns(vocab_size, uniform, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     uniform = torch.as_tensor(uniform, dtype=torch.float64).reshape(-1, 1)
     values = (temperature, min(top_k or vocab_size, vocab_size), top_p, min_p)
-    return Settings(*(torch.full_like(uniform, value) for value in values), uniform)
+    return SamplerColumns(*(torch.full_like(uniform, value) for value in values), uniform)
 
 
 def draw(row, uniform, **filters):
@@ -118,7 +118,7 @@ def test_the_length_of_the_first_look_changes_no_token(monkeypatch, first_look):
     logits = torch.from_numpy(numbers.normal(0, [[0.1], [2.0], [5.0]] * 200, (600, 1000)).astype(np.float32))
     logits = logits.bfloat16().float()  # rows full of ties
     pick = numbers.choice
-    asked = Settings(
+    asked = SamplerColumns(
         *(
             torch.from_numpy(column).double().unsqueeze(-1)
             for column in (

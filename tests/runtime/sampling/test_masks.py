@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moedge.runtime.sampling.draw import NO_TOKEN, Draw, TokenHistory
-from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.sampling.sampler import Sampler, TokenMasks, forbid
 
 VOCAB = 300
@@ -22,11 +22,11 @@ def bits_of(allowed: torch.Tensor) -> torch.Tensor:
 
 def draws(seed: int) -> list[Draw]:
     kinds = [
-        SamplingParams(1),
-        SamplingParams(1, temperature=1.0, seed=seed, logprobs=3),
-        SamplingParams(1, temperature=0.7, top_k=5, seed=seed),
-        SamplingParams(1, repetition_penalty=2.0),
-        SamplingParams(1, temperature=1.0, top_p=0.5, min_p=0.1, seed=seed + 1),
+        SequenceSampling(1),
+        SequenceSampling(1, temperature=1.0, seed=seed, logprobs=3),
+        SequenceSampling(1, temperature=0.7, top_k=5, seed=seed),
+        SequenceSampling(1, repetition_penalty=2.0),
+        SequenceSampling(1, temperature=1.0, top_p=0.5, min_p=0.1, seed=seed + 1),
     ]
     history = TokenHistory([1, 2])
     return [Draw(params, row, 3, history if params.penalised else None) for row, params in enumerate(kinds * 2)]

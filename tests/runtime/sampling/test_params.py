@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from moedge.runtime.sampling.params import LIMITS, SamplingParams
+from moedge.runtime.sampling.params import LIMITS, SequenceSampling
 
 ACCEPTED = {
     "max_tokens": [1, 10**6],
@@ -53,7 +53,7 @@ def test_a_limit_holds_its_range_and_no_more(name):
 
 
 def test_every_numeric_setting_has_a_limit_that_holds_its_default():
-    fields = dataclasses.fields(SamplingParams)
+    fields = dataclasses.fields(SequenceSampling)
     numeric = {field.name for field in fields if field.type in ("int", "float", "int | None")}
     # The values of a bias are numbers, the setting is none.
     assert numeric == set(LIMITS) - {"logit_bias"}

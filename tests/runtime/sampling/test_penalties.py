@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from moedge.runtime.sampling.draw import Draw, TokenHistory
-from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.sampling.sampler import penalise
 
 VOCAB = 40
@@ -20,7 +20,7 @@ def draw_of(prompt, output, repetition=1.0, presence=0.0, frequency=0.0):
     history = TokenHistory(prompt)
     for token_id in output:
         history.append(token_id)
-    params = SamplingParams(1, repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency)
+    params = SequenceSampling(1, repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency)
     return Draw(params, 0, len(output), history)
 
 
@@ -74,11 +74,11 @@ def test_prompt_tokens_without_a_logit_are_passed_over():
 
 def test_rows_without_penalties_are_not_looked_at():
     logits = torch.tensor([[torch.nan, 1.0], [2.0, 4.0]])
-    penalise(logits, [Draw(SamplingParams(1), 0, 0), draw_of([1], [], repetition=2.0)])
+    penalise(logits, [Draw(SequenceSampling(1), 0, 0), draw_of([1], [], repetition=2.0)])
     assert logits[0].isnan().tolist() == [True, False]
     assert logits[1].tolist() == [2.0, 2.0]
 
 
 def test_penalties_without_a_history_are_refused():
     with pytest.raises(ValueError, match="no token history"):
-        Draw(SamplingParams(1, presence_penalty=0.1), 0, 0)
+        Draw(SequenceSampling(1, presence_penalty=0.1), 0, 0)

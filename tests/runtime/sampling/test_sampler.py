@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moedge.runtime.sampling.draw import NO_TOKEN, Draw, TokenHistory, uniform
-from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.sampling.sampler import BYTES_PER_LOGIT, Sampler
 
 pytestmark = pytest.mark.numerics
@@ -34,7 +34,7 @@ def random_draws(num_rows, seed=0):
         history = TokenHistory(numbers.integers(0, VOCAB, 30).tolist())
         for token_id in numbers.integers(0, VOCAB, 9).tolist():
             history.append(token_id)
-        params = SamplingParams(
+        params = SequenceSampling(
             max_tokens=99,
             temperature=float(numbers.choice([0.0, 0.7, 1.0, 4.0])),
             top_k=int(numbers.choice([0, 0, 40, 500])),
@@ -108,16 +108,16 @@ def test_greedy_is_the_first_largest_logit_whatever_seed_and_filters():
     logits = logits_of(50).round()
     expected = [row.index(max(row)) for row in logits.tolist()]
     for seed in (0, 1):
-        params = SamplingParams(1, top_k=5, top_p=0.3, min_p=0.5, seed=seed)
+        params = SequenceSampling(1, top_k=5, top_p=0.3, min_p=0.5, seed=seed)
         assert SAMPLER.sample(logits, [Draw(params, 0, seed)] * 50).token_ids.tolist() == expected
     history = TokenHistory([])
-    penalised = SamplingParams(1, repetition_penalty=1.5)
+    penalised = SequenceSampling(1, repetition_penalty=1.5)
     assert SAMPLER.sample(logits, [Draw(penalised, 0, 0, history)] * 50).token_ids.tolist() == expected
 
 
 def test_penalties_act_on_greedy_rows_and_not_on_logprobs():
     history = TokenHistory([1])
-    params = SamplingParams(1, repetition_penalty=2.0, temperature=0.0, logprobs=2)
+    params = SequenceSampling(1, repetition_penalty=2.0, temperature=0.0, logprobs=2)
     sampled = SAMPLER.sample(torch.tensor([[2.0, 3.0]]), [Draw(params, 0, 0, history)])
     assert sampled.token_ids.tolist() == [0]
     assert sampled.logprobs[0].rank == 2
@@ -141,7 +141,7 @@ def drawn(filters):
     """The kept tokens' exact probabilities, best first, and how often each came, over positions of one stream."""
     num_draws = 20_000
     row = np.random.default_rng(9).normal(0, 1.5, 30)
-    params = SamplingParams(1, **{"temperature": 1.0, **filters}, seed=11)
+    params = SequenceSampling(1, **{"temperature": 1.0, **filters}, seed=11)
     logits = torch.from_numpy(row.astype(np.float32)).expand(num_draws, -1)
     found = SAMPLER.sample(logits, [Draw(params, 0, position) for position in range(num_draws)]).token_ids
     order = np.argsort(-row)
@@ -163,14 +163,14 @@ def chi_square(counts, probabilities):
 def test_a_row_draws_with_the_number_of_its_seed_sample_and_position():
     """Among 2**16 equal logits the token is the number's first 16 bits."""
     streams = [(5, 0, 0), (6, 0, 0), (5, 1, 0), (5, 0, 1), (2**63 - 1, 3, 4096)]
-    draws = [Draw(SamplingParams(1, temperature=1.0, seed=seed), *rest) for seed, *rest in streams]
+    draws = [Draw(SequenceSampling(1, temperature=1.0, seed=seed), *rest) for seed, *rest in streams]
     found = SAMPLER.sample(torch.zeros(5, 2**16), draws).token_ids
     assert found.tolist() == [int(uniform(*stream) * 2**16) for stream in streams]
     assert len(set(found)) == 5
 
 
 def test_samples_of_one_prompt_differ_and_repeat():
-    params = SamplingParams(1, temperature=5.0, seed=3)
+    params = SequenceSampling(1, temperature=5.0, seed=3)
     logits = logits_of(1).expand(20, -1)
     draws = [Draw(params, sample, 0) for sample in range(20)]
     first, second = (SAMPLER.sample(logits, draws).token_ids.tolist() for _ in range(2))
@@ -221,7 +221,7 @@ class LiveBytes(TorchDispatchMode):
 )
 def test_temporaries_stay_within_the_scratch(filters):
     logits = torch.randn(12, 20_000)
-    params = SamplingParams(1, **{"temperature": 1.0, **filters})
+    params = SequenceSampling(1, **{"temperature": 1.0, **filters})
     scratch_nbytes = 3 * 20_000 * BYTES_PER_LOGIT
     with LiveBytes() as tensors:
         Sampler(scratch_nbytes).sample(logits, [Draw(params, 0, row) for row in range(12)])

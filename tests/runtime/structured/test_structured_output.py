@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from moedge.runtime.engine.engine import Engine, MaskThread
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.sampling.grammar import ANY_OBJECT, Grammars, GrammarState, Lark
-from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.text.tokenizer import Tokenizer
 
 from .conftest import VOCAB, noise_engine
@@ -71,7 +71,7 @@ schemas = st.recursive(
 def start(
     grammars: Grammars, tokenizer: Tokenizer, schema: object, seed: int = 0, max_tokens: int = MAX_TOKENS
 ) -> Sequence:
-    params = SamplingParams(max_tokens, temperature=1.0, seed=seed)
+    params = SequenceSampling(max_tokens, temperature=1.0, seed=seed)
     eos_ids = frozenset(tokenizer.eos_token_ids)
     return Sequence([5, 6, 7], params, eos_ids, text=tokenizer.stream(), grammar=grammars.start(json.dumps(schema)))
 
@@ -113,7 +113,7 @@ def test_preemption_and_neighbours_do_not_show_in_the_text(grammars: Grammars, t
     def all_texts(engine: Engine) -> list[str]:
         sequences = [start(grammars, tokenizer, PERSON, seed, max_tokens=100) for seed in range(12)]
         # Neighbours without a grammar share the passes.
-        loose = [Sequence([8, 9], SamplingParams(40, temperature=1.0, seed=seed)) for seed in range(4)]
+        loose = [Sequence([8, 9], SequenceSampling(40, temperature=1.0, seed=seed)) for seed in range(4)]
         run(engine, [*sequences, *loose])
         assert {sequence.finish_reason for sequence in sequences} == {"stop"}
         return [text(sequence) for sequence in sequences]

@@ -20,7 +20,7 @@ from moedge.runtime.loading.prepare import FinishedStore, prepare, prepare_linke
 from moedge.runtime.model.loading import CheckpointLoader
 from moedge.runtime.plan.placement import Plan, Workload
 from moedge.runtime.plan.planner import budget_range, make_plan
-from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.settings.settings import Budgets, MemoryBudget, Settings
 from moedge.runtime.shape.shards import copied_nbytes
 from moedge.runtime.source.model_source import ModelSource, open_source
@@ -116,7 +116,7 @@ def streaming_plan(source: ModelSource) -> Plan:
 def tokens(source: ModelSource, plan: Plan, store: Path) -> tuple[list[list[int]], int]:
     """What two sequences are continued with, and the bytes that passes read."""
     with closing(load_engine(source, plan, store)) as loaded:
-        sequences = [Sequence([5, 80, 31 + index], SamplingParams(6, ignore_eos=True)) for index in range(2)]
+        sequences = [Sequence([5, 80, 31 + index], SequenceSampling(6, ignore_eos=True)) for index in range(2)]
         for sequence in sequences:
             loaded.engine.add(sequence)
         list(loaded.engine.run())

@@ -17,7 +17,7 @@ from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.loading.prepare import prepare
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import budget_range, make_plan
-from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.settings.settings import Budgets, MemoryBudget, Settings
 from moedge.runtime.source.model_source import open_source
 from moedge.runtime.weights import streaming
@@ -80,7 +80,7 @@ def test_a_job_adds_what_its_rows_chose_and_the_next_one_starts_with_it(
             with closing(load_engine(source, plan, store)) as loaded:
                 popularity = loaded.streamed.experts.stats.popularity.layers[0]
                 assert popularity.tokens == 15.0 * (run - 1)
-                loaded.engine.add(Sequence(list(range(5, 15)), SamplingParams(6, ignore_eos=True)))
+                loaded.engine.add(Sequence(list(range(5, 15)), SequenceSampling(6, ignore_eos=True)))
                 list(loaded.engine.run())
                 assert popularity.tokens == 15.0 * run
         monkeypatch.setattr(streaming, "MAX_TOKENS", 10.0)

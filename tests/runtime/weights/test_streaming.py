@@ -13,7 +13,7 @@ from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine
 from moedge.runtime.loading.prepare import prepare
 from moedge.runtime.plan.placement import Plan, Workload
 from moedge.runtime.plan.planner import budget_range, make_plan
-from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.settings.settings import Budgets, MemoryBudget, Settings
 from moedge.runtime.source.model_source import ModelSource, open_source
 
@@ -30,7 +30,7 @@ def generate(source: ModelSource, plan: Plan, store: Path | None) -> tuple[list[
     with closing(load_engine(source, plan, store, experts=ExpertOptions(Mode.ALL))) as loaded:
         generator = torch.Generator().manual_seed(1)
         prompts = [torch.randint(5, 380, (length,), generator=generator).tolist() for length in LENGTHS]
-        sequences = [Sequence(prompt, SamplingParams(NEW_TOKENS, ignore_eos=True)) for prompt in prompts]
+        sequences = [Sequence(prompt, SequenceSampling(NEW_TOKENS, ignore_eos=True)) for prompt in prompts]
         for sequence in sequences:
             loaded.engine.add(sequence)
         list(loaded.engine.run())

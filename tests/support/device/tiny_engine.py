@@ -16,7 +16,7 @@ from moedge.runtime.jobs.summary import Experts
 from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.plan.placement import LOADING_NBYTES, Plan, Workload
 from moedge.runtime.plan.planner import budget_range, make_plan
-from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.settings.settings import LIBRARIES_NBYTES, DeviceBudget, MemoryBudget, Settings
 from moedge.runtime.shape.shards import model_shards, resident_nbytes
 from moedge.runtime.source.model_source import ModelSource
@@ -121,8 +121,8 @@ class Case:
             parked = loaded.engine.scheduler.counts.parked
             return Ran(tokens, loaded.engine.metrics.passes, *moved, counted, parked, pinned)
 
-    def params(self, seed: int, temperature: float) -> SamplingParams:
-        return SamplingParams(self.new_tokens, temperature=temperature, seed=seed, ignore_eos=True)
+    def params(self, seed: int, temperature: float) -> SequenceSampling:
+        return SequenceSampling(self.new_tokens, temperature=temperature, seed=seed, ignore_eos=True)
 
 
 def spread(counts: list[int], total: int) -> tuple[int, ...]:

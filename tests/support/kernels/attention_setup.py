@@ -13,7 +13,7 @@ from moedge.runtime.engine.sequence import Sequence, pack
 from moedge.runtime.kv.cache import KVCache
 from moedge.runtime.kv.pool import KVPool
 from moedge.runtime.kv.spec import KVSpec
-from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.shape.model_shape import KVGroup
 
 LENGTHS = (1, 31, 75, 32, 130, 2)
@@ -85,7 +85,7 @@ class Setup:
         self.pool.memory.bytes.fill_(0xFF)
         self.cache = KVCache([self.pool])
         self.attention = TorchAttention(self.cache, torch.float32, tiled)
-        self.sequences = [Sequence([7] * length, SamplingParams(1)) for length in LENGTHS]
+        self.sequences = [Sequence([7] * length, SequenceSampling(1)) for length in LENGTHS]
         self.q = [torch.randn(length, self.num_heads, dim) for length in LENGTHS]
         bias = self.pool.key_transform.offsets[1] if self.pool.key_transform else 0
         self.k = [torch.randn(length, kv_heads, dim) + bias for length in LENGTHS]
@@ -141,7 +141,7 @@ class TritonSetup(Setup):
         lengths: tuple[int, ...] = SHORT_LENGTHS,
     ) -> None:
         super().__init__(shape, kv_format, tiled, features, block)
-        self.sequences = [Sequence([7] * length, SamplingParams(1)) for length in lengths]
+        self.sequences = [Sequence([7] * length, SequenceSampling(1)) for length in lengths]
         for name in ("q", "k", "v"):
             rows = torch.cat(getattr(self, name))
             setattr(self, name, [rows[index : index + length] for index, length in enumerate(lengths)])

@@ -12,7 +12,7 @@ from moedge.runtime.engine.sequence import Sequence, pack
 from moedge.runtime.kv.cache import KVCache
 from moedge.runtime.kv.pool import KVPool
 from moedge.runtime.kv.spec import KVSpec
-from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.shape.model_shape import KVGroup
 
 from .attention_setup import in_float64
@@ -45,7 +45,7 @@ class Rows(NamedTuple):
         pool.memory.bytes.fill_(0xFF)
         order, sequences = torch.randperm(sum(counts), generator=generator).tolist(), []
         for length, count in zip(lengths, counts, strict=True):
-            sequence = Sequence([0] * length, SamplingParams(1))
+            sequence = Sequence([0] * length, SequenceSampling(1))
             sequence.table.blocks, order = [order[:count]], order[count:]
             sequence.table.num_tokens = length - 1
             at = torch.arange(length)
