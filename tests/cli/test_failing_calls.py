@@ -14,17 +14,10 @@ import pytest
 
 from moedge.offload.errors import ExitCode
 from support.document_folder import GOOD
-from support.failing_calls import ROOT, Commands, Ended, Fault, build
+from support.failing_calls import ERRORS, ROOT, Commands, Ended, Fault, build
 
 MODEL = ROOT / "examples" / "tiny_moe" / "model"
 BUDGET = ("--ram", "2GiB", "--gpu-mem", "0", "--deterministic", "-q")
-ERRORS = {
-    "open": (errno.EMFILE, errno.ENOSPC, errno.EIO, errno.EROFS), "write": (errno.ENOSPC, errno.EIO, errno.EDQUOT),
-    "fsync": (errno.EIO, errno.ENOSPC), "rename": (errno.EIO, errno.ENOSPC, errno.EROFS),
-    "mkdir": (errno.ENOSPC, errno.EROFS), "unlink": (errno.EIO, errno.EROFS), "truncate": (errno.EIO, errno.ENOSPC),
-    "mmap": (errno.ENOMEM,), "fork": (errno.EAGAIN, errno.ENOMEM), "socket": (errno.EMFILE,),
-    "connect": (errno.ECONNREFUSED,),
-}  # fmt: skip
 DOCUMENTS = ("report.pdf", "letter.docx", "offer.eml", "plain.txt")
 
 

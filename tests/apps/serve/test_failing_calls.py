@@ -20,17 +20,11 @@ import pytest
 from openai import OpenAI
 
 from moedge.offload.errors import ExitCode
-from support.failing_calls import ROOT, Commands, Ended, Fault, build
+from support.failing_calls import ERRORS, ROOT, Commands, Ended, Fault, build
 
 MODEL = ROOT / "examples" / "tiny_moe" / "model"
 ROWS = 4
 LIMIT_S = 60.0
-ERRORS = {
-    "open": (errno.EMFILE, errno.ENOSPC, errno.EIO, errno.EROFS), "write": (errno.ENOSPC, errno.EIO, errno.EDQUOT),
-    "fsync": (errno.EIO, errno.ENOSPC), "rename": (errno.EIO, errno.ENOSPC, errno.EROFS),
-    "mkdir": (errno.ENOSPC, errno.EROFS), "unlink": (errno.EIO, errno.EROFS), "truncate": (errno.EIO, errno.ENOSPC),
-    "mmap": (errno.ENOMEM,), "fork": (errno.EAGAIN, errno.ENOMEM), "socket": (errno.EMFILE,),
-}  # fmt: skip
 
 
 def rows() -> bytes:
