@@ -97,7 +97,9 @@ def tried(scenario: Scenario, call: str, every: int) -> Iterator[str]:
     assert scenario.commands.run(scenario.command).code == 0
     reference, codes = scenario.found(), Counter[int | None]()
     scenario.reset()
-    count = scenario.commands.run(scenario.command, Fault(call, 1 << 30, errno.EIO, str(scenario.work))).counted
+    counting = scenario.commands.run(scenario.command, Fault(call, 1 << 30, errno.EIO, str(scenario.work)))
+    assert counting.code == 0
+    count = counting.counted
     for last in range(1, count + 1, every):
         number = ERRORS[call][last % len(ERRORS[call])]
         what = f"{call} {last} of {count}, {errno.errorcode[number]}"
