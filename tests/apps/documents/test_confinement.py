@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -127,7 +128,9 @@ def test_native_code_in_a_reader_gets_nothing(tmp_path: Path, monkeypatch: pytes
         assert [each.name for each in elsewhere.iterdir()] == ["kept"]
 
 
-def test_where_the_kernel_lacks_it_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_kernel_lacks_it_it_is_said(
+    cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Here, so that no run of tests passes on a kernel that lets native code out without a word."""
     from moedge.apps.doctor.host import Verdict
     from moedge.apps.doctor.host import check_confinement as check
@@ -137,6 +140,9 @@ def test_where_the_kernel_lacks_it_it_is_said(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(confinement.platform, "machine", lambda: "riscv64")
     assert lacking() == "Landlock and seccomp filters"
     assert "Landlock and seccomp filters" in check().found
+    # A run says it before anything is read.
+    assert cli("docs", "model", tmp_path / "nowhere", "-o", tmp_path / "out.jsonl", "--prompt", "x") != 0
+    assert "this kernel has no Landlock and seccomp filters: readers of documents" in capsys.readouterr().err
 
 
 def test_a_template_s_process_is_shut_in_too() -> None:
