@@ -98,6 +98,8 @@ def main() -> None:
         elif isinstance(error, OSError):
             named = f": {error.filename}" if error.filename else ""
             say(escape_controls(f"moedge: {error.strerror or error}{named}; {code.advice}"))
+        elif isinstance(error, (MemoryError, SystemError)):
+            say(escape_controls(f"moedge: memory ran out ({error!r}); {code.advice}"))
         else:
             # A name in it may be the model's, or a row's.
             say(escape_controls(f"moedge: {error}"))

@@ -142,6 +142,9 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if type(error).__name__ == "OutOfMemoryError":
         return True
+    # CPython 3.11, where its own stack of frames cannot grow.
+    if isinstance(error, SystemError):
+        return str(error) == "error return without exception set"
     return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
 
 

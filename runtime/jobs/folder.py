@@ -126,7 +126,7 @@ class JobLock:
     """Held from construction to `close`; the kernel drops it with the process, so none goes stale."""
 
     def __init__(self, folder: JobFolder) -> None:
-        """Raises JobInUse, naming who has it."""
+        """Raises JobInUse, naming who has it, and OSError."""
         while (descriptor := _open_lock(folder)) is None:
             pass
         self._descriptor = descriptor
@@ -135,9 +135,7 @@ class JobLock:
             os.pwrite(self._descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
         except OSError as error:
             self.close()
-            raise OutputRefused(
-                f"{folder.lock} cannot be written ({error.strerror}); free some disk space or check the disk"
-            ) from None
+            raise OSError(error.errno, error.strerror, str(folder.lock)) from None
         except BaseException:
             self.close()
             raise

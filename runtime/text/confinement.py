@@ -1,7 +1,8 @@
 """What a process gives up before it reads hostile bytes: memory, files, sockets, other processes. Torch-free, Linux.
 
 Limits bound memory. Landlock and a seccomp filter hold native code, too, which Python's audit hooks do not see. All of
-it is for good, and inherited by whatever the process starts.
+it is for good, and inherited by whatever the process starts. The parent stays dumpable: a process that is not cannot
+reset its own peak of memory (/proc/self/clear_refs), and is hidden from its user's profilers.
 """
 
 import ctypes

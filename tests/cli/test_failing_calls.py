@@ -15,17 +15,10 @@ import pytest
 
 from moedge.offload.errors import ExitCode
 from support.document_folder import GOOD
-from support.failing_calls import ROOT, Commands, Ended, Fault, build
+from support.failing_calls import ERRORS, ROOT, Commands, Ended, Fault, build
 
 MODEL = ROOT / "examples" / "tiny_moe" / "model"
 BUDGET = ("--ram", "2GiB", "--gpu-mem", "0", "--deterministic", "-q")
-ERRORS = {
-    "open": (errno.EMFILE, errno.ENOSPC, errno.EIO, errno.EROFS), "write": (errno.ENOSPC, errno.EIO, errno.EDQUOT),
-    "fsync": (errno.EIO, errno.ENOSPC), "rename": (errno.EIO, errno.ENOSPC, errno.EROFS),
-    "mkdir": (errno.ENOSPC, errno.EROFS), "unlink": (errno.EIO, errno.EROFS), "truncate": (errno.EIO, errno.ENOSPC),
-    "mmap": (errno.ENOMEM,), "fork": (errno.EAGAIN, errno.ENOMEM), "socket": (errno.EMFILE,),
-    "connect": (errno.ECONNREFUSED,),
-}  # fmt: skip
 DOCUMENTS = ("report.pdf", "letter.docx", "offer.eml", "plain.txt")
 
 
@@ -105,7 +98,9 @@ def tried(scenario: Scenario, call: str, every: int) -> Iterator[str]:
     assert scenario.commands.run(scenario.command).code == 0
     reference, codes = scenario.found(), Counter[int | None]()
     scenario.reset()
-    count = scenario.commands.run(scenario.command, Fault(call, 1 << 30, errno.EIO, str(scenario.work))).counted
+    counting = scenario.commands.run(scenario.command, Fault(call, 1 << 30, errno.EIO, str(scenario.work)))
+    assert counting.code == 0
+    count = counting.counted
     for last in range(1, count + 1, every):
         number = ERRORS[call][last % len(ERRORS[call])]
         what = f"{call} {last} of {count}, {errno.errorcode[number]}"

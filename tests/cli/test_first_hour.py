@@ -55,6 +55,20 @@ def test_a_bug_is_told_where_no_log_can_be_written(
     assert "RuntimeError: one bug" in written.read_text()
 
 
+@pytest.mark.parametrize("error", [MemoryError(), SystemError("error return without exception set")], ids=repr)
+def test_memory_that_runs_out_within_python_is_a_sentence(
+    error: Exception, cli: Cli, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second is CPython 3.11's own, where a deep call finds no memory for its frames."""
+
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(command, "app", fail)
+    assert cli("prepare") == 8
+    assert f"memory ran out ({error!r}); free some memory" in capsys.readouterr().err
+
+
 def test_a_list_of_no_models_says_so(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

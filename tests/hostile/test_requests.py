@@ -161,7 +161,8 @@ EVERY = BODIES | PROTOCOL
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[psutil.Process, int]]:
     folder = tmp_path_factory.mktemp("hostile")
     command = [sys.executable, "-m", "moedge", "serve", str(MODEL), "--ram", "3GiB", "--gpu-mem", "0", "--port", "0",
-               "--deterministic", "--max-model-len", "300", "--state-dir", str(folder / "served")]  # fmt: skip
+               "--deterministic", "--max-model-len", "300", "--max-tokens", "20", "--state-dir",
+               str(folder / "served")]  # fmt: skip
     environment = {key: value for key, value in os.environ.items() if not key.startswith("MOEDGE_")}
     log = (folder / "log").open("w+")
     process = subprocess.Popen(command, stderr=log, env=environment | {"XDG_STATE_HOME": str(folder / "state")})

@@ -5,6 +5,8 @@ import dataclasses
 import re
 from pathlib import Path
 
+from moedge.apps.documents.readers.content import ReadCode
+from moedge.apps.serve.limits import Limits
 from moedge.offload.errors import ExitCode
 from moedge.runtime.shape.model_shape import ModelShape
 
@@ -227,11 +229,40 @@ def not_there(text: str) -> list[str]:
     return missing
 
 
-def test_every_sentence_of_what_is_refused_names_its_test() -> None:
-    text = (DOCS.parent / "SECURITY.md").read_text()
-    section = text.partition("\n## What is refused\n")[2].partition("\n## ")[0]
-    assert len(NAMED.findall(section)) > 40
-    assert unnamed(section) == []
+def test_every_promise_of_security_names_its_test() -> None:
+    """The beginning sums up what follows; what is trusted and how to report promise nothing."""
+    _, *sections = (DOCS.parent / "SECURITY.md").read_text().split("\n## ")
+    promises = {title: text for title, _, text in (section.partition("\n") for section in sections)}
+    assert len(NAMED.findall(promises["What is refused"])) > 40
+    assert promises.keys() == {"What is trusted", "What is refused", "Where the promise ends", "How to report"}
+    assert unnamed(promises["What is refused"]) == unnamed(promises["Where the promise ends"]) == []
+
+
+def test_every_limit_of_a_server_and_of_a_document_names_its_test() -> None:
+    """In the words and the order of the pages; that the tests are there is seen below."""
+    codes = re.findall(rf"`({'|'.join(ReadCode)})`", (DOCS / "documents.md").read_text())
+    assert set(codes) == set(ReadCode)
+    for section, limits in (
+        ("Limits of a server", [row[0] for row in table_rows("http.md", "Limits")[1:]]),
+        ("Documents that cannot be read", list(dict.fromkeys(codes))),
+    ):
+        rows = table_rows("dev/faults.md", section)[1:]
+        assert [row[0] for row in rows] == limits
+        assert [limit for limit, tests in rows if not NAMED.search(f"`{tests}`")] == []
+
+
+def test_the_limits_of_a_server_are_those_of_the_page() -> None:
+    limits = Limits()
+    sizes = (limits.body_nbytes, limits.bodies_nbytes, limits.waiting_nbytes)
+    counts = (limits.files, limits.queued, limits.batches, limits.chats, limits.requests)
+    assert [each for row in table_rows("http.md", "Limits")[1:] for each in row[1].split("; ")] == [
+        f"{limits.upload_nbytes >> 20} MiB", f"{limits.stored_nbytes >> 30} GiB",
+        *(f"{size >> 20} MiB" for size in sizes), *(f"{count:,}" for count in counts),
+        f"{limits.connections:,}, or half of `ulimit -n",
+        f"{limits.burst:,} at once, then {limits.requests_per_second:g} a second",
+        f"{limits.header_seconds:g} s", f"{limits.idle_seconds:g} s", f"{limits.body_seconds:g} s",
+        f"{limits.upload_seconds / 3600:g} h", f"{limits.idle_seconds:g} s",
+    ]  # fmt: skip
 
 
 def test_a_promise_without_a_test_or_with_one_that_is_gone_is_noticed() -> None:

@@ -81,5 +81,5 @@ def test_every_refusal_has_a_code_of_its_own(module: str, name: str) -> None:
 
 def test_memory_that_gives_out_has_its_code_and_everything_else_is_a_bug() -> None:
     assert exit_code_of(MemoryError()) is ExitCode.GAVE_OUT
-    assert exit_code_of(KeyError("x")) is ExitCode.BUG
+    assert exit_code_of(KeyError("x")) is exit_code_of(SystemError("another")) is ExitCode.BUG
     assert len(FAMILY) > 25

@@ -1,14 +1,13 @@
 """Does work whose k-th call to the system fails end in a sentence, lose nothing and go on, for every k and every error?
 
-And are 200 spoiled tokenizers, 73 templates, 300 documents and 187 requests refused or right? These are the slow cases
-of tests, of which the fast lane tries a sample.
+These are the slow cases of tests, of which the fast lane tries a sample.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 from matrix.state import ROOT, Part
@@ -18,18 +17,18 @@ TESTS = {
     "reading documents": "tests/apps/documents/test_failing_calls.py",
     "preparations": "tests/offload/store/test_crash.py",
     "a server's files and batches": "tests/apps/serve/test_storage.py",
-    "tokenizers and other small files": "tests/hostile/test_small_files.py",
     "whole commands": "tests/cli/test_failing_calls.py",
     "served batches": "tests/apps/serve/test_failing_calls.py",
-    "rows at the smallest budget": "tests/hostile/test_ceilings.py",
-    "templates": "tests/hostile/test_templates.py",
-    "documents": "tests/hostile/test_documents.py",
-    "requests": "tests/hostile/test_requests.py",
 }
 
 
 def parts(quick: bool) -> Iterator[Part]:
-    for name, file in TESTS.items():
+    yield from slow_cases(TESTS, quick)
+
+
+def slow_cases(tests: Mapping[str, str], quick: bool) -> Iterator[Part]:
+    """A part for each file of tests, its slow ones included unless `quick`."""
+    for name, file in tests.items():
         yield Part(name, partial(faults, file, quick))
 
 

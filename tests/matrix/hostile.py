@@ -1,6 +1,7 @@
 """Spoiled checkpoints and headers by the thousand: verdicts, time and memory of each class, as a table.
 
 A fault is what was accepted or refused wrongly, raised something else than a refusal, or went over its limits.
+Tokenizers, templates, documents, requests and rows that ask for much are the slow cases of tests.
 """
 
 from __future__ import annotations
@@ -20,10 +21,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from matrix.failing_calls import slow_cases
 from matrix.state import Part
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+TESTS = {
+    "tokenizers and other small files": "tests/hostile/test_small_files.py",
+    "templates": "tests/hostile/test_templates.py",
+    "documents": "tests/hostile/test_documents.py",
+    "requests": "tests/hostile/test_requests.py",
+    "rows at the smallest budget": "tests/hostile/test_ceilings.py",
+}
 FAMILIES = ("qwen3_moe", "gpt_oss", "granitemoe", "gemma3_text", "mixtral", "olmoe", "llama", "qwen3")
 MAX_SECONDS, MAX_NBYTES = 2.0, 300 << 20
 BATCH = {"mutation": 250, "header": 50_000, "limit": 1, "gguf": 250, "layout": 250}
@@ -63,6 +72,7 @@ def parts(quick: bool) -> Iterator[Part]:
     for seeds in chunks(headers):
         yield Part(f"fuzzed headers {seeds.start} to {seeds.stop}", partial(faults, "header", seeds, quick))
     yield Part("files at the limits", partial(faults, "limit", range(3 if quick else len(LIMITS)), quick))
+    yield from slow_cases(TESTS, quick)
 
 
 def chunks(begins: range) -> Iterator[range]:

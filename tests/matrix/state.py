@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "matrix"
 # A part that passed with other code has shown nothing about this one.
 SOURCES = ("quant", "offload", "moe", "runtime", "apps", "cli", "tests/support", "tests/matrix", "tests/native")
-SUFFIXES = {".py", ".cpp", ".h"}
+SUFFIXES = {".py", ".c", ".cpp", ".h"}
 
 
 class Part(NamedTuple):

@@ -49,6 +49,13 @@ def test_a_change_of_config_header_or_size_changes_it(change: Callable[[Path], o
     assert model_fingerprint(folder) != before
 
 
+def test_weights_that_are_edited_in_place_are_not_noticed(folder: Path) -> None:
+    """As SECURITY.md says: no weight is read."""
+    before = model_fingerprint(folder)
+    save_file({"a": np.ones(4, np.float32)}, folder / "a.safetensors")
+    assert model_fingerprint(folder) == before
+
+
 def test_two_blobs_of_one_shape_differ_in_a_hub_cache(folder: Path, tmp_path: Path) -> None:
     snapshots, blobs = tmp_path / "models--a--b" / "snapshots", tmp_path / "models--a--b" / "blobs"
     blobs.mkdir(parents=True)

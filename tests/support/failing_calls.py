@@ -6,6 +6,7 @@ LD_PRELOAD=failing_calls.so python -m support.failing_calls     requests on stdi
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import signal
@@ -19,7 +20,15 @@ from typing import Any, Self
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "tests" / "native" / "failing_calls.c"
-LIMIT_S = 120.0
+LIMIT_S = 600.0
+# What the system may say of each call that fails.
+ERRORS = {
+    "open": (errno.EMFILE, errno.ENOSPC, errno.EIO, errno.EROFS), "write": (errno.ENOSPC, errno.EIO, errno.EDQUOT),
+    "fsync": (errno.EIO, errno.ENOSPC), "rename": (errno.EIO, errno.ENOSPC, errno.EROFS),
+    "mkdir": (errno.ENOSPC, errno.EROFS), "unlink": (errno.EIO, errno.EROFS), "truncate": (errno.EIO, errno.ENOSPC),
+    "mmap": (errno.ENOMEM,), "fork": (errno.EAGAIN, errno.ENOMEM), "socket": (errno.EMFILE,),
+    "connect": (errno.ECONNREFUSED,),
+}  # fmt: skip
 
 
 def build(folder: Path) -> Path:

@@ -2,10 +2,12 @@
 wrong with one is the error of that file alone.
 """
 
+import io
 import os
 import stat
 import subprocess
 import sys
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -132,6 +134,18 @@ def test_faults_of_a_reader_are_errors_of_their_files(tmp_path: Path, monkeypatc
     assert (read["zzz.own"].num_pages, read["zzz.txt"].text) == (2, "read by another")
     with pytest.raises(SettingError, match="--reader nowhere:read"):
         list(iter_documents(tmp_path, options=ReadOptions("nowhere:read"), workers=1))
+
+
+@pytest.mark.parametrize("now", [b"test", b"te"], ids=["other", "shorter"])
+def test_a_file_that_changes_while_it_is_read_is_an_error(now: bytes) -> None:
+    process, digest = ReaderProcess(ReadOptions(languages=None)), sha256(b"text").hexdigest()
+    try:
+        with pytest.raises(content.ReadFailure) as caught:
+            process.read(io.BytesIO(now), 4, "a.txt", digest)
+        assert caught.value.code is content.ReadCode.CHANGED
+        assert process.read(io.BytesIO(b"text"), 4, "a.txt", digest).pages == ("text",)
+    finally:
+        process.close()
 
 
 @pytest.mark.slow

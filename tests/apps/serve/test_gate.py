@@ -5,7 +5,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -133,11 +133,28 @@ def test_a_body_that_does_not_come_is_refused(hurried: int) -> None:
     assert error_of(answer)["code"] == "timeout"
 
 
+@pytest.mark.parametrize(("path", "limit"), [("/", "body_seconds"), ("/v1/files", "upload_seconds")])
+def test_a_body_that_trickles_is_refused_when_its_time_is_over(path: str, limit: str) -> None:
+    with (
+        running(None, replace(PATIENT, **{limit: 0.5})) as port,
+        socket.create_connection(("127.0.0.1", port), timeout=0.05) as opened,
+    ):
+        opened.sendall(head(path, Content_Length=1000))
+        answer = b""
+        for _ in range(999):
+            opened.sendall(b"x")
+            with suppress(TimeoutError):
+                answer = opened.recv(65536)
+                break
+    assert status_of(answer) == 408
+
+
 @pytest.mark.parametrize("pieces", [
     (head(Content_Length=1001),),
     (head(Content_Length="9" * 18),),
     (head(Transfer_Encoding="chunked"), b"400\r\n" + b"x" * 1024 + b"\r\n"),
-], ids=["said", "said, by far", "in chunks"])  # fmt: skip
+    (head("/v1/files", Content_Length=(1 << 20) + (1 << 16) + 1),),
+], ids=["said", "said, by far", "in chunks", "an upload"])  # fmt: skip
 def test_a_body_that_is_too_large_is_refused(port: int, pieces: tuple[bytes, ...]) -> None:
     answer = exchange(port, *pieces)
     assert status_of(answer) == 413

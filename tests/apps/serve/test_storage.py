@@ -212,6 +212,22 @@ def test_all_uploads_together_are_bounded(tmp_path: Path) -> None:
     assert (server.upload(b"x" * 100_000)).status == 200
 
 
+@pytest.mark.parametrize("limits", [Limits(queued=2), Limits(batches=2)], ids=["unfinished", "all"])
+def test_batches_are_counted(limits: Limits, tmp_path: Path) -> None:
+    server = Server(tmp_path, limits)
+    body = {**BATCH, "input_file_id": server.upload(b"{}\n").body["id"]}
+    answers = [server.ask("POST", "/v1/batches", body=body) for _ in range(3)]
+    assert [each.status for each in answers] == [200, 200, 429]
+    assert answers[2].body["error"]["code"] == "too_many_batches"
+
+
+def test_chats_are_counted(tmp_path: Path) -> None:
+    server = Server(tmp_path, Limits(chats=2))
+    server.engine.num_live = 2
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        assert server.ask("POST", path, body={}).status == 429
+
+
 def test_a_disk_error_that_is_no_lack_is_still_a_bug(tmp_path: Path, full: Any) -> None:
     server = Server(tmp_path, ServerLimits())
     full("open", 1, errno.EBADF)

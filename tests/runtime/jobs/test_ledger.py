@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from moedge.offload.errors import ExitCode, exit_code_of
 from moedge.quant.native import library
 from moedge.runtime.jobs import job as states
 from moedge.runtime.jobs import lifecycle
@@ -331,6 +332,22 @@ def test_j8_a_lock_goes_with_the_process_that_was_killed(begun: JobFolder, job: 
     )
     killed = subprocess.run([sys.executable, "-c", code, begun.path], check=False)
     assert killed.returncode == -signal.SIGKILL
+    assert job().finished
+
+
+@pytest.mark.parametrize("call", ["ftruncate", "pwrite"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_j6_a_lock_that_finds_no_room_gives_out_and_is_let_go(
+    call: str, number: int, begun: JobFolder, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as failing:
+        failing.setattr(os, call, full)
+        with pytest.raises(OSError, match=f"{os.strerror(number)}.*lock") as caught:
+            JobLock(begun)
+    assert exit_code_of(caught.value) is ExitCode.GAVE_OUT
     assert job().finished
 
 
