@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from moedge.apps.documents.readers.content import ReadCode
-from moedge.apps.serve.limits import Limits
+from moedge.apps.serve.limits import ServerLimits
 from moedge.offload.errors import ExitCode
 from moedge.runtime.shape.model_shape import ModelShape
 
@@ -252,7 +252,7 @@ def test_every_limit_of_a_server_and_of_a_document_names_its_test() -> None:
 
 
 def test_the_limits_of_a_server_are_those_of_the_page() -> None:
-    limits = Limits()
+    limits = ServerLimits()
     sizes = (limits.body_nbytes, limits.bodies_nbytes, limits.waiting_nbytes)
     counts = (limits.files, limits.queued, limits.batches, limits.chats, limits.requests)
     assert [each for row in table_rows("http.md", "Limits")[1:] for each in row[1].split("; ")] == [

@@ -14,8 +14,7 @@ import pytest
 from moedge.apps.documents.run import DocumentsEnded
 from moedge.apps.documents.status import DocumentsJob, collect_rounds, find_rounds
 from moedge.apps.reports.job_report import JobReport, read_runs
-from moedge.apps.reports.page import ChartLine as ChartLine
-from moedge.apps.reports.page import heat_map, over_time, page
+from moedge.apps.reports.page import ChartLine, heat_map, over_time, page
 from moedge.runtime.jobs.folder import JobFolder
 from moedge.runtime.jobs.journal import run_log
 from moedge.runtime.jobs.journal.run_log import RunLog

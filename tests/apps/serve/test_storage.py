@@ -212,8 +212,8 @@ def test_all_uploads_together_are_bounded(tmp_path: Path) -> None:
     assert (server.upload(b"x" * 100_000)).status == 200
 
 
-@pytest.mark.parametrize("limits", [Limits(queued=2), Limits(batches=2)], ids=["unfinished", "all"])
-def test_batches_are_counted(limits: Limits, tmp_path: Path) -> None:
+@pytest.mark.parametrize("limits", [ServerLimits(queued=2), ServerLimits(batches=2)], ids=["unfinished", "all"])
+def test_batches_are_counted(limits: ServerLimits, tmp_path: Path) -> None:
     server = Server(tmp_path, limits)
     body = {**BATCH, "input_file_id": server.upload(b"{}\n").body["id"]}
     answers = [server.ask("POST", "/v1/batches", body=body) for _ in range(3)]
@@ -222,7 +222,7 @@ def test_batches_are_counted(limits: Limits, tmp_path: Path) -> None:
 
 
 def test_chats_are_counted(tmp_path: Path) -> None:
-    server = Server(tmp_path, Limits(chats=2))
+    server = Server(tmp_path, ServerLimits(chats=2))
     server.engine.num_live = 2
     for path in ("/v1/chat/completions", "/v1/completions"):
         assert server.ask("POST", path, body={}).status == 429
