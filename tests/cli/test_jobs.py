@@ -116,7 +116,7 @@ def test_a_job_is_resumed_on_a_cluster_that_answers_or_here(
 def test_events_fit_their_schema_and_the_page_names_every_key(
     batch: list[object], cli: Cli, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moedge.cli.views.progress.EVENT_INTERVAL_S", 0.0)
+    monkeypatch.setattr("moedge.cli.views.progress.EventProgress.interval_s", 0.0)
     assert cli(*batch, "--format", "json", "--max-rows", 2) == 75
     first = capsys.readouterr()
     assert first.err == ""

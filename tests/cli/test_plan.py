@@ -271,7 +271,9 @@ def test_rows_longer_than_the_context_are_said_before_anything_else(
 
 
 @pytest.mark.parametrize("options", [["--gpu-mem", "0"], ["--gpu-mem", "0", "--ram", "6GiB"], []], ids=str)
-@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Qwen3-Next-80B-A3B", "gpt-oss-20b"])
+@pytest.mark.parametrize(
+    "name", ["Qwen3-30B-A3B", pytest.param("Qwen3-Next-80B-A3B", marks=pytest.mark.slow), "gpt-oss-20b"]
+)
 def test_every_arena_of_a_plan_has_a_letter(
     name: str, options: list[str], tmp_path: Path, cli: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:

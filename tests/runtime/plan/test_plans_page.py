@@ -84,7 +84,7 @@ def test_no_card_with_kernels_for_experts_computes_them_one_by_one() -> None:
             assert all(plan["grouped"] for plan in _plans(name, card)), (name, card)
 
 
-@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "gpt-oss-20b"])
+@pytest.mark.parametrize("name", [pytest.param("Qwen3-30B-A3B", marks=pytest.mark.slow), "gpt-oss-20b"])
 def test_every_point_of_a_curve_is_what_that_budget_plans(name: str) -> None:
     asked = question(name, "RTX 3060 12GB", 24, Settings())
     points = {(point.varied, point.value): point for point in by_budget(asked)}
