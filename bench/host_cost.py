@@ -34,7 +34,7 @@ from moedge.moe.expert import ExpertGroups, ExpertWeights, group_by_expert
 from moedge.moe.expert_cache import ExpertSlots, Popular, StreamingExpertCache
 from moedge.moe.routing_stats import RoutingStats
 from moedge.moe.streaming_mode import Mode, ModeChoice, RouterLatency
-from moedge.moe.streaming_order import ExpertFetchQueue, Forecast, StreamingOrder
+from moedge.moe.streaming_order import ExpertFetchQueue, ExpertForecast, StreamingOrder
 from moedge.offload.device import Pinned
 from moedge.offload.stream.cuda_lane import CudaLane
 from moedge.offload.stream.stream import ALIGNMENT, Lane, Ring, Shard, ShardKey, ShardStream, Slot, SyncPoint
@@ -196,7 +196,7 @@ class Layers:
             ExpertFetchQueue(ShardStream(lane, Ring(memory.numel()), memory), shard),
             slots.held,
             ModeChoice(stats, mode),
-            Forecast(stats, {}),
+            ExpertForecast(stats, {}),
             RouterLatency(lambda: 1e-3, lambda: nbytes, lambda: 0.0, nbytes),
             most_ahead=arguments.ring + 1,
         )

@@ -45,7 +45,7 @@ class ForecastCounts:
 
 
 @dataclass(slots=True)
-class Forecast:
+class ExpertForecast:
     """Call `guess` for the layer that comes next, then `observe` with what it wanted.
 
     `routers` maps a layer to the weights [E, D] of its router; corrections that it adds to its scores are left out.
@@ -188,7 +188,7 @@ class StreamingOrder:
         queue: ExpertFetchQueue,
         held: Callable[[int], AbstractSet[int]],
         modes: ModeChoice,
-        forecast: Forecast,
+        forecast: ExpertForecast,
         latency: RouterLatency,
         most_ahead: int,
     ) -> None:

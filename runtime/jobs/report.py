@@ -7,7 +7,7 @@ from importlib.metadata import version
 from typing import Any
 
 from ...moe.streaming_mode import RouterLatency
-from ...moe.streaming_order import Forecast as ExpertForecast
+from ...moe.streaming_order import ExpertForecast
 from ..engine.engine import Metrics, quantiles
 from ..loading.engine_loader import LoadedEngine, LoadedModel
 from ..plan.memory_ledger import MemoryLedger
@@ -18,7 +18,7 @@ from .journal.state import Counts
 from .summary import (
     KV,
     Experts,
-    ForecastSummary,
+    Forecast,
     KVBytes,
     Latency,
     Memory,
@@ -76,11 +76,11 @@ def expert_use(loaded: LoadedEngine) -> list[list[int]] | None:
     return [[round(count) for count in layer.chosen] for layer in layers if layer.tokens] or None
 
 
-def _forecast(forecast: ExpertForecast, latency: RouterLatency) -> ForecastSummary:
+def _forecast(forecast: ExpertForecast, latency: RouterLatency) -> Forecast:
     counts = forecast.counts
     if not counts.issued:
-        return ForecastSummary()
-    return ForecastSummary(
+        return Forecast()
+    return Forecast(
         "look-ahead",
         counts.used / counts.issued,
         counts.used / counts.misses if counts.misses else None,

@@ -181,7 +181,7 @@ class KV:
 
 
 @dataclass(slots=True)
-class ForecastSummary:
+class Forecast:
     """Prefetches of experts: `precision` is the share of them that was used, `recall` that of needed experts."""
 
     by: str | None = None
@@ -204,7 +204,7 @@ class Experts:
     unwanted: Count | None = None
     swaps: Count | None = None
     modes: Mapping[str, Count] | None = None
-    forecast: ForecastSummary = field(default_factory=ForecastSummary)
+    forecast: Forecast = field(default_factory=Forecast)
 
 
 @dataclass(slots=True)

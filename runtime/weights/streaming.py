@@ -23,7 +23,7 @@ from ...moe.expert import ExpertWeights, HeldExperts
 from ...moe.expert_cache import ExpertSlots, Popular, StreamedExperts, StreamingExpertCache
 from ...moe.routing_stats import RoutingStats
 from ...moe.streaming_mode import DEFAULTS, ExpertOptions, ModeChoice, RouterLatency
-from ...moe.streaming_order import ExpertFetchQueue, Forecast, StreamingOrder
+from ...moe.streaming_order import ExpertFetchQueue, ExpertForecast, StreamingOrder
 from ...offload.atomic_file import own_name, write_atomically
 from ...offload.device import Device, HostMemory, Pinned
 from ...offload.store.shard_file import ShardExtent
@@ -304,7 +304,7 @@ class ModelExperts:
             ExpertFetchQueue(stream, self._lanes.shard),
             slots.held,
             ModeChoice(self.stats, self._options.stream),
-            Forecast(self.stats, self._routers()),
+            ExpertForecast(self.stats, self._routers()),
             RouterLatency(
                 lambda: stream.seconds_busy, lambda: stream.nbytes_moved, lambda: stream.seconds_waited, largest
             ),

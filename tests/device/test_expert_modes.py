@@ -93,7 +93,7 @@ def test_a_forecast_that_knows_the_future_wastes_nothing(
 ) -> None:
     """What a first run wanted, turn by turn, is what the second one guesses; first layers are not guessed."""
     from moedge.moe.expert_cache import Popular
-    from moedge.moe.streaming_order import Forecast
+    from moedge.moe.streaming_order import ExpertForecast
 
     tiny = case("qwen3_moe")
     future: list[tuple[int, list[int]]] = []
@@ -108,7 +108,9 @@ def test_a_forecast_that_knows_the_future_wastes_nothing(
     wanted = way.run(tiny, fakes)
     known = iter([experts for layer, experts in future if layer != future[0][0]])
     monkeypatch.setattr(
-        Forecast, "guess", lambda self, layer, hidden, per_token, held, most: [e for e in next(known) if e not in held]
+        ExpertForecast,
+        "guess",
+        lambda self, layer, hidden, per_token, held, most: [e for e in next(known) if e not in held],
     )
     ran = modes.Way("disk-host", 0.5, Mode.FORECAST, True).run(tiny, fakes)
     assert ran.tokens == wanted.tokens
@@ -121,13 +123,13 @@ def test_the_worst_guesses_cost_bandwidth_only(
     seed: int, case: Any, fakes: ModuleType, modes: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guesses drawn at random, and as many as there are."""
-    from moedge.moe.streaming_order import Forecast
+    from moedge.moe.streaming_order import ExpertForecast
 
     generator = torch.Generator().manual_seed(seed)
 
-    def random_guess(self: Forecast, layer: int, hidden: Any, per_token: int, held: Any, most: int) -> list[int]:
+    def random_guess(self: ExpertForecast, layer: int, hidden: Any, per_token: int, held: Any, most: int) -> list[int]:
         order = torch.randperm(self.stats.num_experts(layer), generator=generator).tolist()
         return [expert for expert in order if expert not in held]
 
-    monkeypatch.setattr(Forecast, "guess", random_guess)
+    monkeypatch.setattr(ExpertForecast, "guess", random_guess)
     assert not differs(case, fakes, modes, Mode.FORECAST, bool(seed % 2))

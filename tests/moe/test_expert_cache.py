@@ -13,7 +13,7 @@ from moedge.moe.expert import ExpertBody, OneShotEvent, ResidentExpert, mix_expe
 from moedge.moe.expert_cache import ExpertSlots, Popular, StreamedExperts, StreamingExpertCache
 from moedge.moe.routing_stats import RoutingStats
 from moedge.moe.streaming_mode import Mode, ModeChoice, RouterLatency
-from moedge.moe.streaming_order import ExpertFetchQueue, Forecast, StreamingOrder
+from moedge.moe.streaming_order import ExpertFetchQueue, ExpertForecast, StreamingOrder
 from moedge.offload.stream.stream import ALIGNMENT, ShardKey
 from moedge.quant.matmul.matmul import Matmul, ParallelMatmul, Workspace
 from support.experts.instant_lane import InstantLane, number, open_stream, shard
@@ -75,7 +75,7 @@ def make_cache(ring: int, mode: Mode, num_held: int) -> tuple[StreamingExpertCac
         ExpertFetchQueue(stream, shard),
         slots.held,
         ModeChoice(stats, mode),
-        Forecast(stats, {}),
+        ExpertForecast(stats, {}),
         RouterLatency(lambda: 1.0, lambda: ALIGNMENT, lambda: 0.0, ALIGNMENT),
         most_ahead=ring + 1,
     )

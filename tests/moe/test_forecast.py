@@ -6,16 +6,16 @@ import torch
 
 from moedge.moe.expert import group_by_expert
 from moedge.moe.routing_stats import RoutingStats
-from moedge.moe.streaming_order import Forecast
+from moedge.moe.streaming_order import ExpertForecast
 
 E, A, D, T = 16, 2, 32, 3
 
 
-def forecast(router: torch.Tensor | None = None) -> Forecast:
-    return Forecast(RoutingStats({0: E, 1: E}), {} if router is None else {1: router})
+def forecast(router: torch.Tensor | None = None) -> ExpertForecast:
+    return ExpertForecast(RoutingStats({0: E, 1: E}), {} if router is None else {1: router})
 
 
-def play(one: Forecast, generator: torch.Generator, router: torch.Tensor, passes: int = 60) -> float:
+def play(one: ExpertForecast, generator: torch.Generator, router: torch.Tensor, passes: int = 60) -> float:
     """The share of right guesses over passes whose second layer chooses by `router`."""
     right = made = 0
     for _ in range(passes):

@@ -1,7 +1,10 @@
 /* Calls to the system of which one fails: preloaded into a process (LD_PRELOAD), silent until `failing_calls_arm`.
  *
  * Counted are calls of one name that concern a folder (by path, or by what a descriptor is of), and those of mmap, fork,
- * socket and connect wherever they go. The k-th fails with a given errno; with `lasting`, so do those after it.
+ * socket and connect wherever they go, but those mmap by which Python gets memory for objects in a thread that is not the
+ * first: one that begins without never says that it has begun, and who started it waits for ever
+ * (https://github.com/python/cpython/issues/140746). The k-th fails with a given errno; with `lasting`, so do those after
+ * it.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -41,6 +44,11 @@ static int fails(const char *call) {
 }
 
 static int within(const char *path) { return path && !strncmp(path, armed_folder, strlen(armed_folder)); }
+
+/* obmalloc takes memory in pieces of this size. */
+#define ARENA ((size_t)1 << 20)
+
+static int is_ours(size_t size) { return size != ARENA || gettid() == getpid(); }
 
 static int concerns(int descriptor) {
     if (!atomic_load(&armed)) return 0;
@@ -97,8 +105,8 @@ CALL(int, ftruncate64, "truncate", concerns(fd), (int fd, off64_t size), (fd, si
 CALL(int, socket, "socket", 1, (int domain, int type, int protocol), (domain, type, protocol))
 CALL(int, connect, "connect", 1, (int fd, const struct sockaddr *to, socklen_t size), (fd, to, size))
 CALL(pid_t, fork, "fork", 1, (void), ())
-CALL(void *, mmap, "mmap", 1, (void *at, size_t size, int how, int flags, int fd, off_t from), (at, size, how, flags, fd, from))
-CALL(void *, mmap64, "mmap", 1, (void *at, size_t size, int how, int flags, int fd, off64_t from), (at, size, how, flags, fd, from))
+CALL(void *, mmap, "mmap", is_ours(size), (void *at, size_t size, int how, int flags, int fd, off_t from), (at, size, how, flags, fd, from))
+CALL(void *, mmap64, "mmap", is_ours(size), (void *at, size_t size, int how, int flags, int fd, off64_t from), (at, size, how, flags, fd, from))
 
 /* A wrapper cannot return into the frame that vfork's child used: fork does the same, slower. */
 pid_t vfork(void) { return fork(); }
