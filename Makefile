@@ -9,6 +9,8 @@ STAMP := $(VENV)/.installed-$(SUM)
 # An environment for tests serves the demo as well.
 DEMO := $(firstword $(wildcard $(STAMP)) $(VENV)/.demo-$(SUM))
 OLDEST := .venv-oldest
+# Processes that tests start read compiled modules, whatever the shell says of writing them.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist worksteal --durations 20
 
 .PHONY: demo native test test-all real real-quick test-oldest test-isa test-gpu coverage lint links bench bench-toy matrix kernels kernels-quick tables clean

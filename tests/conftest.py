@@ -1,6 +1,7 @@
 """Tiny random checkpoints, made once a session, and the stock models that judge ours."""
 
 import functools
+import gc
 import os
 import signal
 import sys
@@ -41,6 +42,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         chosen = case.rstrip("]") in mark.args if isinstance(mark.args[0], str) else seen[test] <= mark.args[0]
         if not chosen:
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """Libraries and thousands of tests are there to the end: each job that closes would have the collector walk through
+    them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

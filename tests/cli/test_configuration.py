@@ -122,10 +122,9 @@ def test_every_option_arrives_from_every_source(
     written, arrived, wanted = ARRIVES[key]
     beside = BESIDE.get(key, [])
     assert arrived(requested(*beside)) != wanted
-    for file in (places.project, places.user):
-        for text in (f"{key} = {written}\n", f"[batch]\n{key} = {written}\n"):
-            file.write_text(text)
-            assert arrived(requested(*beside)) == wanted, text
+    for file, table in ((places.project, ""), (places.user, "[batch]\n")):
+        file.write_text(f"{table}{key} = {written}\n")
+        assert arrived(requested(*beside)) == wanted, file
         file.unlink()
     places.variable(BATCH[key].envvar, json.loads(written) if '"' in written else written)
     assert arrived(requested(*beside)) == wanted
@@ -146,7 +145,7 @@ SOURCES = ("--ram", "MOEDGE_RAM", "project [batch]", "project", "user [batch]", 
 
 
 @given(st.sets(st.sampled_from(SOURCES)))
-@settings(max_examples=70, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_first_source_of_the_order_counts(
     places: Places, requested: Callable[..., BatchRequest], present: set[str]
 ) -> None:

@@ -24,7 +24,7 @@ ISA_FAMILIES = ("qwen3_moe", "gemma3_text")
 EXACT = ("--dtype", "fp32", "--quant", "none", "--kv", "fp32", "--deterministic", "-q")
 # Tokens per pass, sequences: the two furthest apart, and one family at those between as well.
 LIMITS = [(16, 3), (1024, 64)]
-MORE_LIMITS = {"qwen3_moe": [(16, 64), (1024, 3)]}
+MORE_LIMITS = {"gpt_oss": [(16, 64), (1024, 3)]}
 LENGTHS = (3, 40, 17, 70, 1, 33)
 NEW_TOKENS = 20
 

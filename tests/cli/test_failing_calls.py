@@ -117,6 +117,7 @@ def tried(scenario: Scenario, call: str, every: int) -> Iterator[str]:
     print(f"{call}: {sum(codes.values())} of {count} calls failed, exit codes {dict(codes)}")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "call"), [("rows", "write"), ("prepare", "rename")])
 def test_a_call_that_fails_is_a_sentence_and_the_command_goes_on(
     name: str, call: str, scenario: Callable[[str], Scenario]

@@ -157,7 +157,7 @@ def until_passes(process: subprocess.Popen[str], tmp_path: Path) -> None:
 @pytest.fixture
 def endless(batch: list[object], rows_file: Callable[[Path, Rows], Path]) -> list[object]:
     """A job of thousands of passes."""
-    rows: Rows = [{"id": str(i), "prompt": "x", "max_tokens": 400, "ignore_eos": True} for i in range(60)]
+    rows: Rows = [{"id": str(i), "prompt": "x", "max_tokens": 100, "ignore_eos": True} for i in range(240)]
     rows_file(Path(str(batch[2])), rows)
     return [*batch, "--max-sequences", 1]
 

@@ -78,7 +78,8 @@ def test_budgets_for_a_machine_are_planned_explained_refused_and_written_down(
     assert re.search(
         r"does not fit: 1,024 MiB of device memory is too little .* nearest that fits: --gpu-mem \d+MiB", text
     )
-    assert said(*model, "--gpu-mem", "7GiB", "--ram", "24GiB", "--disk", "40GiB", "--save", "plan.json")[0] == 0
+    budgets = ("--gpu-mem", "7GiB", "--ram", "24GiB", "--disk", "40GiB")
+    assert said(*model, *budgets, "--quant", "nf4", "--save", "plan.json")[0] == 0
     assert said("config", "init", "--from-plan", "plan.json") == (
         0,
         "moedge.toml written; `moedge config show` says what counts now",
@@ -142,7 +143,7 @@ def test_curves_are_round_and_end_at_what_the_machine_has(
 ) -> None:
     def curve(*arguments: object) -> list[int]:
         capsys.readouterr()
-        assert cli("plan", config_only, "--json", "--disk", "100GiB", *arguments) == 0
+        assert cli("plan", config_only, "--json", "--quant", "nf4", "--disk", "100GiB", *arguments) == 0
         points = json.loads(capsys.readouterr().out)["points"]
         return [point["value"] for point in points if point["varied"] == "host"]
 
@@ -158,7 +159,7 @@ def test_curves_are_round_and_end_at_what_the_machine_has(
 def test_a_folder_whose_index_says_something_else_than_its_config_is_refused(said: Said, config_only: Path) -> None:
     index = config_only / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {"total_size": 61_064_245_248}, "weight_map": {}}))
-    assert said("plan", config_only, "--gpu", "RTX 3090", "--ram", "64GiB", "--disk", "99GiB")[0] == 0
+    assert said("plan", config_only, "--gpu", "RTX 3090", "--ram", "64GiB", "--quant", "nf4")[0] == 0
     index.write_text(json.dumps({"metadata": {"total_size": 30_000_000_000}, "weight_map": {}}))
     code, text = said("plan", config_only)
     assert code != 0

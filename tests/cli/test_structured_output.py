@@ -65,7 +65,7 @@ def test_every_kind_of_row_is_answered_with_json(answers: Callable[..., dict[str
 
 
 def test_answers_do_not_depend_on_the_batch(answers: Callable[..., dict[str, Any]]) -> None:
-    rows = [ask(f"row-{index}", temperature=0.9, n=1 + index % 3) for index in range(5)]
+    rows = [ask(f"row-{index}", temperature=0.9, n=1 + index) for index in range(3)]
     together = answers(rows, "--deterministic")
     assert together == answers(rows, "--deterministic", "--max-sequences", "3", "--tokens-per-pass", "20")
 

@@ -118,6 +118,7 @@ def test_a_forecast_that_knows_the_future_wastes_nothing(
     assert ran.experts.forecast.recall > 0.6, "all but the first layer's"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(4))
 def test_the_worst_guesses_cost_bandwidth_only(
     seed: int, case: Any, fakes: ModuleType, modes: ModuleType, monkeypatch: pytest.MonkeyPatch

@@ -82,10 +82,10 @@ from importlib.abc import MetaPathFinder
 
 class Hidden(MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name == NAME or name.startswith(NAME + "."):
+        if name.startswith("moedge.apps.") and name.split(".")[2] in NAMES:
             raise ModuleNotFoundError(name, name=name)
 
-NAME = "moedge.apps." + sys.argv[1]
+NAMES = sys.argv[1].split(",")
 sys.meta_path.insert(0, Hidden())
 from moedge.cli.main import main
 codes = []
@@ -103,17 +103,24 @@ print(codes, *(name for name in moedge.__all__ if not hasattr(moedge, name)))
 NAMES = {"documents": ["Chunk", "Document", "UnreadDocument", "iter_documents", "run_documents", "split"]}
 
 
-@pytest.mark.parametrize("name", APPS)
-def test_an_application_can_be_left_out(name: str, tmp_path: Path) -> None:
+# Every application alone runs a job in the slow lane.
+LEFT_OUT = [
+    (APPS, True),
+    *(([name], False) for name in APPS),
+    *(pytest.param([name], True, marks=pytest.mark.slow) for name in APPS),
+]
+
+
+@pytest.mark.parametrize(("names", "runs"), LEFT_OUT, ids=str)
+def test_applications_can_be_left_out(names: list[str], runs: bool, tmp_path: Path) -> None:
     """The rest imports, plans and runs a job."""
     model, rows, out = ROOT / "examples" / "tiny_moe" / "model", tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     rows.write_text('{"prompt": "In the beginning", "max_tokens": 3}\n')
     budget = ("--ram", "1GiB", "--gpu-mem", "0")
-    commands = [
-        ["--help"], ["jobs", "ls"], ["plan", model, rows, *budget], ["batch", model, rows, "-o", out, "-q", *budget],
-    ]  # fmt: skip
-    line = [sys.executable, "-c", HIDDEN, name, json.dumps(commands, default=str)]
+    commands = [["--help"], ["jobs", "ls"], ["plan", model, rows, *budget]]
+    commands += [["batch", model, rows, "-o", out, "-q", *budget]] * runs
+    line = [sys.executable, "-c", HIDDEN, ",".join(names), json.dumps(commands, default=str)]
     done = subprocess.run(line, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.stdout.split("]")[0] == "[0, 0, 0, 0", done.stderr
-    assert sorted(done.stdout.split("]")[1].split()) == NAMES.get(name, [])
-    assert len(out.read_text().splitlines()) == 1
+    assert json.loads(done.stdout.split("]")[0] + "]") == [0] * len(commands), done.stderr
+    assert sorted(done.stdout.split("]")[1].split()) == sorted(each for name in names for each in NAMES.get(name, []))
+    assert not runs or len(out.read_text().splitlines()) == 1

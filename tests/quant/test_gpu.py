@@ -9,6 +9,7 @@ from moedge.quant.kernels.operands import Gate
 from moedge.quant.kernels.tuning import FORMATS
 from moedge.quant.matmul import grouped_selftest as selftest
 from moedge.quant.matmul.grouped_selftest import ProductCase
+from moedge.quant.tensor import dtype_name
 
 HOST = torch.device("cpu")
 
@@ -51,7 +52,9 @@ def test_bfloat16_is_slow_before_its_tensor_cores(capability: tuple[int, int], f
     assert Gpu(capability, 1).computes_bf16 == fast
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+# Cases of float32 follow below.
+@pytest.mark.sample("bfloat16")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=dtype_name)
 def test_products_that_are_right_pass_their_self_test(dtype: torch.dtype) -> None:
     # gpt-oss and GLM-4.5-Air have such widths, their last columns less than a tile or a group of them.
     assert selftest.wrong_grouped(HOST, dtype, [(288, 160)]) == ""

@@ -75,14 +75,14 @@ def in_many_ways(
     ("family", "sizes", "formats"),
     [
         # The gate of its shared expert is one number a token.
-        ("qwen2_moe", {}, ("fp32", "none", "fp32")),
+        pytest.param("qwen2_moe", {}, ("fp32", "none", "fp32"), marks=pytest.mark.slow),
         ("deepseek_v3", UNEVEN, ("bf16", "int4", "int4")),
         pytest.param("deepseek_v3", {}, ("fp32", "none", "fp32"), marks=pytest.mark.slow),
         pytest.param("longcat_flash", {}, ("bf16", "none", "bf16"), marks=pytest.mark.slow),
         ("qwen2_moe", UNEVEN, ("fp32", "none", "fp32")),
-        ("qwen3_moe", {}, ("bf16", "nf4", "int8")),
+        pytest.param("qwen3_moe", {}, ("bf16", "nf4", "int8"), marks=pytest.mark.slow),
         ("gpt_oss", UNEVEN, ("fp32", "int8", "int4")),
-        ("llama4_text", UNEVEN, ("fp32", "none", "fp32")),
+        pytest.param("llama4_text", UNEVEN, ("fp32", "none", "fp32"), marks=pytest.mark.slow),
         ("gemma3_text", UNEVEN, ("bf16", "none", "bf16")),
     ],
 )

@@ -11,7 +11,7 @@ from moedge.runtime.source.model_source import open_source
 from support.exact_trials import BUDGETS, Precision, Trial, Way, drawn, faults
 
 
-@pytest.mark.sample("bf16-int4-int8-int8", "fp32-int8-int4-int8")
+@pytest.mark.sample("bf16-int4-int8-int8")
 @pytest.mark.parametrize("compute", ["int8", "float"])
 @pytest.mark.parametrize("kv", ["int8", "int8/int4", "int4", "native"])
 @pytest.mark.parametrize(("dtype", "quant"), [("bf16", "int4"), ("fp32", "int8"), ("bf16", "int8"), ("bf16", "mxfp4")])

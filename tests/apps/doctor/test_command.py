@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moedge.apps.doctor import examination, host
+from moedge.apps.doctor import examination, host, kernels
 from moedge.offload.machine.profile import Overheads, read_machine
 from moedge.offload.machine.speeds import measure_disk
 from moedge.runtime.calibration import machine_profile, pass_rates
@@ -26,6 +26,7 @@ def brief(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         machine_profile, "measure_disk", lambda folder: measure_disk(folder, 8 * MIB, 0.001, (MIB,), (1,))
     )
     monkeypatch.setattr(machine_profile, "measure_memory", lambda nbytes: 1e10)
+    monkeypatch.setattr(kernels, "_CHECKED", kernels._CHECKED[:1])
     monkeypatch.setattr(pass_rates, "weight_rates", lambda: {"nf4": {1: 1e9, 1024: 1e12}})
     monkeypatch.setattr(pass_rates, "pass_rates", dict)
     monkeypatch.setattr(pass_rates, "measure_overheads", lambda: Overheads(1e-3, 1e-4, 1e-4, 1e-8, 3e-4, 1e-5))

@@ -115,7 +115,7 @@ def test_chats_are_answered_beside_a_batch_whole_and_in_pieces(client: OpenAI) -
     asked: dict[str, Any] = {"model": "any", "messages": QUESTION, "max_tokens": 20, "temperature": 0}
     # From the second request on the prompt is in the cache, which usage tells.
     _, alone = (client.chat.completions.create(**asked) for _ in range(2))
-    batch = begin(client, completions(40, 60))
+    batch = begin(client, completions(20, 60))
     polled(client, batch, "in_progress")
     beside = client.chat.completions.create(**asked)
     assert beside.choices[0].message.content == alone.choices[0].message.content
@@ -128,8 +128,8 @@ def test_chats_are_answered_beside_a_batch_whole_and_in_pieces(client: OpenAI) -
     assert pieces[-1].usage == alone.usage
     assert client.batches.retrieve(batch.id).status == "in_progress", "the batch was to run beside"
     done = polled(client, batch)
-    assert done.request_counts.to_dict() == {"total": 40, "completed": 40, "failed": 0}
-    assert len(content(client, done.output_file_id)) == 40
+    assert done.request_counts.to_dict() == {"total": 20, "completed": 20, "failed": 0}
+    assert len(content(client, done.output_file_id)) == 20
 
 
 def test_cached_tokens_are_those_of_the_prefix_cache(client: OpenAI) -> None:

@@ -69,6 +69,7 @@ def test_what_lies_behind_the_window_is_seen_without_it() -> None:
     assert cache.run("decode").isnan().all()
 
 
+@pytest.mark.sample("int4")
 @pytest.mark.parametrize("keys", ["native", "int4"])
 def test_a_row_has_the_same_bits_in_every_chunk(keys: str) -> None:
     """Extend cuts rows and keys at multiples of their position: what `--deterministic` builds on."""

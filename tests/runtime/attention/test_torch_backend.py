@@ -88,7 +88,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("tiled", [False, True], ids=["fast", "tiled"])
-@pytest.mark.parametrize("chunk", [1, 7, 64, 200])
+@pytest.mark.parametrize("chunk", [1, 7, pytest.param(64, marks=pytest.mark.slow), 200])
 @pytest.mark.parametrize("name", CALLS)
 def test_any_chunking_agrees_with_float64(name: str, chunk: int, tiled: bool) -> None:
     call = CALLS[name]

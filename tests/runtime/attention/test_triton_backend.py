@@ -40,6 +40,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
+@pytest.mark.sample(
+    "fp32-window-shape0-sm86", "bf16-chunk-shape1-sm75", "int8-all-shape2-sm86", "int8/int4-plain-shape3-sm75",
+    "int4-sinks-shape4-sm86", "int4-softcap-shape5-sm75",
+)  # fmt: skip
 @pytest.mark.parametrize("gpu", [AMPERE, TURING], ids=["sm86", "sm75"])
 @pytest.mark.parametrize(
     ("kv_format", "name", "shape"),
@@ -79,9 +83,8 @@ def test_tiled_attention_has_the_same_bits_in_every_chunking(launched: Counter[s
         return TritonSetup((4, 2, 64), "int4", tiled=True, features="all")
 
     wanted = setup().run(200)
-    for chunk, together in ((17, True), (5, False)):
-        outs = setup().run(chunk, together)
-        assert all(torch.equal(a, b) for a, b in zip(outs, wanted, strict=True)), (chunk, together)
+    outs = setup().run(17, together=False)
+    assert all(torch.equal(a, b) for a, b in zip(outs, wanted, strict=True))
     assert set(launched) == {"store_tokens", "attend_pages"}
 
 

@@ -88,7 +88,8 @@ def test_one_altered_expert_is_found_in_its_layer(model: Path, dtype: str, tmp_p
 @pytest.mark.parametrize(
     ("part", "factor", "layer", "said"),
     [
-        ("layers.4.mlp.experts.11.down_proj", 1.5, 4, "its output differs by"),
+        # As `test_one_altered_expert_is_found_in_its_layer` does with a smaller model.
+        pytest.param("layers.4.mlp.experts.11.down_proj", 1.5, 4, "its output differs by", marks=pytest.mark.slow),
         ("layers.1.mlp.gate.", -1.0, 1, "its router chooses other experts for"),
         pytest.param("layers.0.input_layernorm.", 1.1, 0, "its output differs by", marks=pytest.mark.slow),
         ("model.norm.", 1.1, None, "all layers agree"),
@@ -140,7 +141,7 @@ JOBS = [
 
 
 @needs_library
-@pytest.mark.sample("int8-float-int8", "int4-int8-int4")
+@pytest.mark.sample("int4-int8-int4")
 @pytest.mark.parametrize(("quant", "compute", "kv"), JOBS)
 def test_every_format_is_within_its_own_bounds(
     quant: str, compute: str, kv: str, checkpoint: Callable[..., Path]

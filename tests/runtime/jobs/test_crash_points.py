@@ -175,6 +175,7 @@ def no_patch(disk: Any) -> Any:
     return nullcontext()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("fault", "short"),
     [(errno.ENOSPC, True), (errno.EIO, False), (errno.EMFILE, False), (errno.EROFS, False), (errno.EDQUOT, False)],

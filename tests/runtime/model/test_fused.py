@@ -68,6 +68,7 @@ def logits_of(loaded: LoadedEngine, monkeypatch: pytest.MonkeyPatch) -> list[tor
     return found
 
 
+@pytest.mark.sample("int4", "mxfp4")
 @pytest.mark.parametrize("quant", ["int4", "nf4", "mxfp4"])
 def test_fused_layers_are_as_near_to_float32_as_the_seams(
     quant: str, checkpoint: Folder, monkeypatch: pytest.MonkeyPatch

@@ -19,7 +19,7 @@ GIB = 1 << 30
 
 
 @given(st.integers(0, 40), st.integers(1, 4000), st.integers(1, 4000), st.sampled_from([None, 1, 16, 128, 1024]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_rows_that_the_plan_says_fit_do_and_longer_ones_do_not(
     gigabytes: int, longest: int, shortest: int, window: int | None
 ) -> None:

@@ -76,6 +76,7 @@ def test_loading_counts_in_the_choice() -> None:
     assert seconds["int4"] > seconds["none"]
 
 
+@pytest.mark.sample("4", "12")
 @pytest.mark.parametrize("ram", [2, 4, 5, 12])
 def test_the_choice_does_not_depend_on_what_ran_before(ram: float) -> None:
     fresh = solve(request(ram, 40))

@@ -86,11 +86,11 @@ def attempt(shape: ModelShape, wanted: Settings, job: Workload, tier: str, budge
 
 @pytest.mark.parametrize("tier", [pytest.param("host", marks=pytest.mark.slow), "device"])
 @given(models(), SETTINGS, jobs(), st.floats(0, 1), st.floats(0, 1))
-@settings(max_examples=250, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 def test_a_plan_fits_exactly_from_its_minimum_on_and_more_memory_is_never_slower(
     tier: str, shape: ModelShape, wanted: Settings, job: Workload, share: float, more: float
 ) -> None:
-    """Two budgets for every shape: 500 pairs by tier."""
+    """Two budgets for every shape."""
     smallest, whole = budget_range(shape, wanted, job, ROOM if tier == "device" else None)
     with pytest.raises(DoesNotFit, match=f"{-(-smallest // MIB)}MiB"):
         attempt(shape, wanted, job, tier, smallest - 1)
@@ -106,11 +106,11 @@ def test_a_plan_fits_exactly_from_its_minimum_on_and_more_memory_is_never_slower
 
 
 @given(models(), SETTINGS, jobs(), st.floats(0, 1), st.floats(0, 1.5), st.floats(0, 1.5))
-@settings(max_examples=250, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 def test_the_disk_fits_exactly_from_its_minimum_on_and_more_of_it_is_never_slower(
     shape: ModelShape, wanted: Settings, job: Workload, share: float, some: float, other: float
 ) -> None:
-    """Two budgets of disk for every shape and budget of memory: 500 pairs."""
+    """Two budgets of disk for every shape and budget of memory."""
     smallest, whole = budget_range(shape, wanted, job)
     host = smallest + int(share * (whole - smallest))
     store = weights_nbytes(shape, wanted.quant, shape.dtype)
@@ -141,7 +141,7 @@ def test_the_disk_fits_exactly_from_its_minimum_on_and_more_of_it_is_never_slowe
 
 def test_the_least_lossy_format_within_one_and_a_half_times_the_fastest_is_taken() -> None:
     shape, job = plain_model(), Workload(1000, 256, 256, 128_000, 128_000)
-    for budget in range(2 * GIB, 10 * GIB, GIB):
+    for budget in range(2 * GIB, 10 * GIB, 2 * GIB):
         choice = choose(shape, Settings(), MemoryBudget(budget), job, FAST)
         fastest = min(choice.seconds.values())
         lossless_first = list(choice.seconds)
@@ -226,12 +226,13 @@ def test_the_choice_is_that_of_the_exhaustive_search(
 def test_a_bound_that_is_too_high_is_caught() -> None:
     """The control of the test above: with a bound that is none, other plans are taken."""
     job = Workload(1000, 768, 768, 512_000, 256_000)
-    differing = 0
-    for budget in range(2 * GIB, 10 * GIB, GIB):
+
+    def differs(budget: int) -> bool:
         right = choose(plain_model(), Settings(), MemoryBudget(budget), job, FAST)
         with bound(lambda least: 1e9 / least):
-            differing += choose(plain_model(), Settings(), MemoryBudget(budget), job, FAST) != right
-    assert differing
+            return choose(plain_model(), Settings(), MemoryBudget(budget), job, FAST) != right
+
+    assert any(differs(budget) for budget in range(2 * GIB, 10 * GIB, GIB))
 
 
 def test_few_candidates_are_placed_and_a_format_is_packed_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,6 +264,8 @@ def test_what_is_refused_without_a_workload_fits_no_workload(
     _never_more_than(shape, wanted, job, None if tier == "host" else ROOM)
 
 
+# Recurrent states, latents, neither; small models of all kinds are drawn above.
+@pytest.mark.sample("rows0-Qwen3-Next-80B-A3B", "rows1-DeepSeek-V2-Lite", "rows2-Mixtral-8x7B")
 @pytest.mark.parametrize("name", sorted(CONFIGS | LATENT_CONFIGS))
 @pytest.mark.parametrize("rows", [(1, 1, 1), (300, 20, 4), (4000, 3000, 60)])
 def test_what_is_refused_of_known_models_fits_no_workload(name: str, rows: tuple[int, int, int]) -> None:

@@ -41,7 +41,7 @@ def moved(loaded: LoadedEngine) -> int:
     return loaded.streamed.nbytes_from_disk
 
 
-@pytest.mark.sample("qwen3_moe-nf4", "llama-none")
+@pytest.mark.sample("qwen3_moe-nf4")
 @pytest.mark.parametrize(
     ("family", "quant"),
     [
