@@ -41,12 +41,12 @@ def answers(path: Path) -> list[str]:
     return [re.sub(r'"created":\d+', "", line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("count", [6, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("count", "dtype"), [(6, "fp32"), pytest.param(500, "bf16", marks=pytest.mark.slow)])
 def test_cut_rows_end_as_those_of_an_uncut_run(
-    count: int, cli: Callable[..., int], rows_file: Callable[[Path, Rows], Path], tmp_path: Path
+    count: int, dtype: str, cli: Callable[..., int], rows_file: Callable[[Path, Rows], Path], tmp_path: Path
 ) -> None:
     source = rows_file(tmp_path / "in.jsonl", [row(number) for number in range(count)])
-    batch = ["batch", MODEL, source, "--deterministic", "-q"]
+    batch = ["batch", MODEL, source, "--dtype", dtype, "--deterministic", "-q"]
     cut, whole = tmp_path / "cut.jsonl", tmp_path / "whole.jsonl"
     assert cli(*batch, "--max-tokens", 4, "-o", cut) == 3, "JSON that was cut is an error row"
     errors = [json.loads(line) for line in (tmp_path / "cut.errors.jsonl").read_text().splitlines()]

@@ -71,7 +71,9 @@ def test_a_csv_has_no_formulas_where_it_is_to_be_safe(cli: Cli, tmp_path: Path) 
     assert (tmp_path / "again.csv").read_text().splitlines()[1].startswith("'=1")
 
 
-def test_plan_says_which_rows_it_leaves_out(cli: Cli, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_says_which_rows_it_leaves_out(
+    cli: Cli, tmp_path: Path, capsys: pytest.CaptureFixture[str], no_curves: None
+) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a"}\n{"prompt": "a", "max_token": 1}\n{"prompt": "a", "max_tokens": 99999}\n')
     assert cli("plan", MODEL, rows) == 0

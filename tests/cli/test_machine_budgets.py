@@ -156,7 +156,9 @@ def test_curves_are_round_and_end_at_what_the_machine_has(
     assert [value / GIB for value in curve("--ram", "20.3GiB")] == pytest.approx([10, 15, 20, 20.3, 30])
 
 
-def test_a_folder_whose_index_says_something_else_than_its_config_is_refused(said: Said, config_only: Path) -> None:
+def test_a_folder_whose_index_says_something_else_than_its_config_is_refused(
+    said: Said, config_only: Path, no_curves: None
+) -> None:
     index = config_only / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {"total_size": 61_064_245_248}, "weight_map": {}}))
     assert said("plan", config_only, "--gpu", "RTX 3090", "--ram", "64GiB", "--quant", "nf4")[0] == 0
@@ -172,7 +174,7 @@ def test_a_folder_whose_index_says_something_else_than_its_config_is_refused(sai
 
 
 def test_free_space_is_what_the_disk_has_less_the_reserve(
-    cli: Cli, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_curves: None
 ) -> None:
     """The same bytes decide when a store is written."""
     from moedge.offload.store import stores
@@ -188,7 +190,7 @@ def test_free_space_is_what_the_disk_has_less_the_reserve(
 
 
 def test_a_saved_plan_runs_while_what_it_uses_is_there(
-    cli: Cli, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    cli: Cli, tmp_path: Path, capsys: pytest.CaptureFixture[str], no_curves: None
 ) -> None:
     """Saved with all memory that was free, run with less of it."""
     model, rows, saved = files("moedge.demo") / "model", tmp_path / "in.jsonl", tmp_path / "plan.json"

@@ -26,7 +26,9 @@ TORCHLESS = "import atexit, os, sys; atexit.register(lambda: 'torch' in sys.modu
 
 
 @pytest.fixture
-def planned(cli: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
+def planned(
+    cli: Callable[..., int], capsys: pytest.CaptureFixture[str], no_curves: None
+) -> Callable[..., dict[str, Any]]:
     """`planned(model, *options)` is the document, whatever the exit code."""
 
     def plan(*arguments: object) -> dict[str, Any]:
@@ -40,7 +42,7 @@ def planned(cli: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> Call
 
 def test_a_plan_loads_no_torch(checkpoint: Callable[[str], Path]) -> None:
     """As a table, with everything that is explained, and as a document."""
-    arguments = ["moedge", "plan", str(checkpoint("qwen3_moe")), "--ram", "2GiB", "--explain"]
+    arguments = ["moedge", "plan", str(checkpoint("qwen3_moe")), "--ram", "2GiB", "--quant", "int8", "--explain"]
     code = "import sys; from moedge.cli.main import app; app(standalone_mode=False); sys.argv.append('--json'); app()"
     command = [sys.executable, "-c", f"{TORCHLESS} sys.argv = {arguments!r}; {code}"]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -147,7 +149,7 @@ def batch(cli: Callable[..., int], model: Path, rows: Path, plan: Path, *options
 
 
 def test_a_saved_plan_is_what_runs(
-    checkpoint: Callable[[str], Path], cli: Callable[..., int], rows: Path, tmp_path: Path
+    checkpoint: Callable[[str], Path], cli: Callable[..., int], rows: Path, tmp_path: Path, no_curves: None
 ) -> None:
     model, saved = checkpoint("qwen3_moe"), tmp_path / "plan.json"
     assert cli("plan", model, rows, "--ram", "3GiB", "--quant", "nf4", "--max-sequences", 2, "--save", saved) == 0
@@ -166,6 +168,7 @@ def test_a_plan_for_something_else_is_refused(
     rows: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    no_curves: None,
 ) -> None:
     model, saved = checkpoint("qwen3_moe"), tmp_path / "plan.json"
     assert cli("plan", model, rows, "--ram", "3GiB", "--quant", "nf4", "--save", saved) == 0
@@ -261,7 +264,7 @@ def test_memory_that_changes_nothing_is_told_in_one_line(
 
 
 def test_rows_longer_than_the_context_are_said_before_anything_else(
-    cli: Callable[..., int], capsys: pytest.CaptureFixture[str]
+    cli: Callable[..., int], capsys: pytest.CaptureFixture[str], no_curves: None
 ) -> None:
     model = files("moedge.demo") / "model"
     for prompt_tokens, said in ((1700, False), (1900, True)):
@@ -279,7 +282,12 @@ def test_rows_longer_than_the_context_are_said_before_anything_else(
 )
 @pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Qwen3-Next-80B-A3B", "gpt-oss-20b"])
 def test_every_arena_of_a_plan_has_a_letter(
-    name: str, options: list[str], tmp_path: Path, cli: Callable[..., int], capsys: pytest.CaptureFixture[str]
+    name: str,
+    options: list[str],
+    tmp_path: Path,
+    cli: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    no_curves: None,
 ) -> None:
     """With recurrent states, buffers of fused layers, rings, weights that are staged for a GPU."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))

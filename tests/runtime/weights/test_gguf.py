@@ -48,7 +48,7 @@ def check_logits(
 
 
 @builds_tokenizers
-@pytest.mark.sample("gpt_oss", "llama")
+@pytest.mark.sample("llama")
 @pytest.mark.parametrize("family", gguf_files.ARCHITECTURES)
 def test_logits_of_a_family_are_those_of_the_dequantized_weights(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
