@@ -313,7 +313,8 @@ class Running:
                 self._seconds = time.perf_counter() - begun
                 self._log.sample(self._sample)
                 yield
-                self.stopped_because = self._why_stop()
+                failed = session.journal.state.counts.failed
+                self.stopped_because = self._checked.stop_rule.reason(failed, self.num_rows) or session.cancelled()
                 if self.stopped_because is not None:
                     return
             session.journal.sync()
@@ -362,10 +363,6 @@ class Running:
             "prompt": metrics.prompt_tokens,
             "ram": host_resident(),
         }
-
-    def _why_stop(self) -> str | None:
-        failed = self.session.journal.state.counts.failed
-        return self._checked.stop_rule.reason(failed, self.num_rows) or self.session.cancelled()
 
     def _summary(self) -> RunSummary:
         total = time.perf_counter() - self._checked.begun

@@ -280,12 +280,10 @@ def find_job(name: str) -> JobFolder:
 
 def job_id_folders(name: str) -> list[JobFolder]:
     """The jobs of this user whose id begins with `name`."""
-    found = {Path(os.path.realpath(link)) for link in _root().glob(f"{_escaped(name)}*")}
+    # Nothing of it is a pattern; of a name without letters and digits there is no job.
+    begin = "".join(character for character in name if character.isalnum()) or "?" * 99
+    found = {Path(os.path.realpath(link)) for link in _root().glob(f"{begin}*")}
     return [folder for folder in map(JobFolder, sorted(found)) if folder.begun]
-
-
-def _escaped(name: str) -> str:
-    return "".join(character for character in name if character.isalnum()) or "?" * 99
 
 
 def _root() -> Path:
