@@ -26,13 +26,15 @@ if TYPE_CHECKING:
         nearest_existing,
         shows_gpu,
     )
-    from .offload.machine.profile import SCHEMA, Disk, FlopRates, Link, Machine, PinLimit, saved_path
+    from .offload.machine.profile import SCHEMA, FlopRates, Machine, saved_path
     from .offload.memory import Heap, MemoryGroup, host_available, host_total, memory_groups, reset_host_peak
     from .offload.store.stores import default_root, disk_of, stores
     from .quant.formats.format import QUANT_FORMATS
     from .runtime.calibration.machine_profile import machine_profile, measure_cache_reads, saved_profile
     from .runtime.engine.engine import Engine, Metrics
-    from .runtime.jobs.folder import JobFolder, JobLock, is_locked, now_text
+    from .runtime.engine.scheduler import Draft, Scheduler
+    from .runtime.engine.sequence import Sequence
+    from .runtime.jobs.folder import JobFolder, JobLock, now_text
     from .runtime.jobs.job import Measured, Planned, Running
     from .runtime.jobs.journal.state import Counts, CutChoice, Done, Suspicion
     from .runtime.jobs.lifecycle import OpenModel, refuse_over_budget
@@ -95,7 +97,6 @@ _MODULES = {
     "file_sha256": ".runtime.jobs.outputs",
     "find_job": ".runtime.jobs.status",
     "find_rounds": ".runtime.jobs.status",
-    "is_locked": ".runtime.jobs.folder",
     "is_table": ".runtime.jobs.outputs",
     "job_id_folders": ".runtime.jobs.status",
     "now_text": ".runtime.jobs.folder",
@@ -104,15 +105,12 @@ _MODULES = {
     "write_table": ".runtime.jobs.outputs",
     # The machine: what it has, what is free, and what was measured of it.
     "Device": ".offload.device",
-    "Disk": ".offload.machine.profile",
     "Driver": ".offload.machine.hardware",
     "FlopRates": ".offload.machine.profile",
     "GpuState": ".offload.machine.hardware",
-    "Link": ".offload.machine.profile",
     "Machine": ".offload.machine.profile",
     "MemoryGroup": ".offload.memory",
     "PcieLink": ".offload.machine.hardware",
-    "PinLimit": ".offload.machine.profile",
     "SCHEMA": ".offload.machine.profile",
     "auto_host": ".offload.budget",
     "find_device": ".offload.device",
@@ -202,7 +200,8 @@ _MODULES = {
     "request_of": ".runtime.jobs.request",
     "text_or_file": ".runtime.rows.row_formats",
     "with_own": ".runtime.rows.answer_formats",
-    # A loaded model: sequences to add, step and abort; rows to open and their answers.
+    # A loaded model: sequences to add, step and abort, and who comes first; rows to open and their answers.
+    "Draft": ".runtime.engine.scheduler",
     "Endpoint": ".runtime.rows.row",
     "Engine": ".runtime.engine.engine",
     "Heap": ".offload.memory",
@@ -211,6 +210,8 @@ _MODULES = {
     "OpenModel": ".runtime.jobs.lifecycle",
     "OpenRow": ".runtime.jobs.run",
     "RowReader": ".runtime.jobs.run",
+    "Scheduler": ".runtime.engine.scheduler",
+    "Sequence": ".runtime.engine.sequence",
     "parse_object": ".runtime.rows.row",
     # Processes that are shut in, for what strangers wrote.
     "Child": ".runtime.text.template",
@@ -259,8 +260,8 @@ __all__ = [
     "CrashMarker",
     "CutChoice",
     "Device",
-    "Disk",
     "Done",
+    "Draft",
     "Driver",
     "Ended",
     "Endpoint",
@@ -283,7 +284,6 @@ __all__ = [
     "JobSession",
     "JobStatus",
     "KeyOffsets",
-    "Link",
     "LoadedModel",
     "MAX_STOP",
     "Machine",
@@ -296,7 +296,6 @@ __all__ = [
     "OutputPaths",
     "PastRun",
     "PcieLink",
-    "PinLimit",
     "PlanResult",
     "Planned",
     "QUANT_FORMATS",
@@ -309,8 +308,10 @@ __all__ = [
     "RunSummary",
     "Running",
     "SCHEMA",
+    "Scheduler",
     "SchemaError",
     "Seconds",
+    "Sequence",
     "StallGuard",
     "Suspicion",
     "Template",
@@ -351,7 +352,6 @@ __all__ = [
     "host_available",
     "host_total",
     "is_exhausted",
-    "is_locked",
     "is_table",
     "job_id_folders",
     "lacking",

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self, Unpack, cast
+from typing import Any, Unpack, cast
 
 from .batch import BatchProgress, batch_request, progress_bar, run_job
 from .completion import CompletionOutput, RequestOutput, SamplingParams, logprobs_by_id
 from .generation import Generation, Request
+from .offload.closing import Closing
 from .offload.memory import Heap
 from .runtime.jobs.encode import RowEncoder, SpeedOrder
 from .runtime.jobs.lifecycle import OpenModel, refuse_over_budget
@@ -37,7 +38,7 @@ Conversation = Items[Mapping[str, Any]]
 Params = SamplingParams | Items[SamplingParams] | None
 
 
-class LLM:
+class LLM(Closing):
     """A model that is planned and loaded once, within its budgets; weights that do not fit are streamed.
 
     `model` is a checkpoint folder, prepared weights, or a hub id; docs/python.md lists the options (`LLMOptions`).
@@ -186,12 +187,6 @@ class LLM:
         """Frees memory on every tier and ends all processes and threads. Closing twice does nothing."""
         self._loaded = None
         self._opened.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     @property
     def _engine(self) -> LoadedModel:

@@ -11,7 +11,7 @@ no kernel started: of a GPU's host time this is the part that the cache, the str
 `one by one`, as they do where the link is the bottleneck, or `together`, up to four.
 
 `--lane cuda` takes the lane that copies to a GPU; its calls of CUDA return at once and are counted. What they take of a
-driver is in `offload/machine/presets.py`.
+driver is in `runtime/plan/presets.py`.
 """
 
 from __future__ import annotations

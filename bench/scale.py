@@ -33,6 +33,7 @@ import torch
 from bench.kv_waste import GROUP, NoMemory
 from bench.picture import pyplot
 from moedge.apps.reports.page import ChartLine, Figure, by_count, figures_page
+from moedge.apps.serve.policy import interactive_first
 from moedge.moe.expert import group_by_expert
 from moedge.moe.expert_cache import Popular
 from moedge.offload.machine.hardware import find_hardware
@@ -128,7 +129,9 @@ def rows_laws(counts: Sequence[int]) -> Iterator[Law]:
 
 def scheduler(num_blocks: int, tokens: int, live: int) -> Scheduler:
     cache = KVCache([cast(KVPool, NoMemory(KVSpec(GROUP, "int8", BLOCK), num_blocks))])
-    return Scheduler(PassLimits(tokens, live), cache)
+    made = Scheduler(PassLimits(tokens, live), cache)
+    made.policy = interactive_first
+    return made
 
 
 def step(runs: Scheduler) -> None:
@@ -136,18 +139,18 @@ def step(runs: Scheduler) -> None:
     runs.commit(batch, Sampled(np.zeros(len(batch.sampling), dtype=np.int64), {}))
 
 
-def sequence(index: int, prompt: int, output: int = 1 << 20, interactive: bool = False) -> Generated:
+def sequence(index: int, prompt: int, output: int = 1 << 20, urgent: bool = False) -> Generated:
     made = Generated([index, *range(1, prompt)], SequenceSampling(output, ignore_eos=True))
-    made.interactive = interactive
+    made.urgent = urgent
     return made
 
 
-def filled(count: int, blocks_each: int = 4, prompt: int = 8, interactive: bool = False) -> Scheduler:
+def filled(count: int, blocks_each: int = 4, prompt: int = 8, urgent: bool = False) -> Scheduler:
     """Sequences that all decode."""
     runs = scheduler(count * blocks_each, prompt * count, count)
     for index in range(count):
-        runs.add(sequence(index, prompt, blocks_each * BLOCK - prompt, interactive))
-    while runs.waiting or runs.arriving or any(each.num_pending > 1 for each in runs.running):
+        runs.add(sequence(index, prompt, blocks_each * BLOCK - prompt, urgent))
+    while runs.waiting or runs.urgent or any(each.num_pending > 1 for each in runs.running):
         step(runs)
     return runs
 
@@ -157,13 +160,13 @@ def sequences_laws(counts: Sequence[int]) -> Iterator[Law]:
         return Law("sequences", name, "sequences", "s", [(count, cost(count)) for count in counts])
 
     yield law("a pass in which all generate", decode_seconds)
-    yield law("a pass of chats that all generate", lambda count: decode_seconds(count, interactive=True))
+    yield law("a pass of chats that all generate", lambda count: decode_seconds(count, urgent=True))
     yield law("a pass in which all begin as chats", arrival_seconds)
     yield law("a pass with half of the KV cache that all need", preempting_seconds)
 
 
-def decode_seconds(count: int, interactive: bool = False) -> float:
-    runs = filled(count, interactive=interactive)
+def decode_seconds(count: int, urgent: bool = False) -> float:
+    runs = filled(count, urgent=urgent)
     return seconds_of(lambda: step(runs), most=40)
 
 
@@ -174,7 +177,7 @@ def arrival_seconds(count: int) -> float:
     made = [scheduler(count * 2, 8 * count, count) for _ in range(5)]
     for runs in made:
         for index in range(count):
-            runs.add(sequence(index, 8, 40, interactive=True))
+            runs.add(sequence(index, 8, 40, urgent=True))
     return seconds_of(begin, least=math.inf, most=len(made))
 
 

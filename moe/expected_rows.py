@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 
-
-def expected_union(
-    tokens: float, per_token: int, num_experts: int, probabilities: Sequence[float] | None = None
-) -> float:
+def expected_union(tokens: float, per_token: int, num_experts: int) -> float:
     """The expected number of experts of a layer that at least one of `tokens` independent tokens wants.
 
-    `probabilities` [num_experts] says how likely a token chooses each expert and adds up to `per_token`; None means
-    uniform. Tokens of one text choose similar experts, so for them this is an upper bound.
+    Every expert is as likely. Tokens of one text choose similar experts, so for them this is an upper bound.
     """
-    if probabilities is None:
-        probabilities = [per_token / num_experts] * num_experts
-    return sum(wanted_by(tokens, probability) for probability in probabilities)
+    return num_experts * wanted_by(tokens, per_token / num_experts)
 
 
 def wanted_by(tokens: float, probability: float) -> float:

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from math import isclose
 
 import numpy as np
 import numpy.typing as npt
 
-from .expected_rows import wanted_by
 from .running_mean import RunningMean
 
 
@@ -31,11 +29,6 @@ class LayerPopularity:
     @property
     def num_experts(self) -> int:
         return len(self.chosen)
-
-    @property
-    def share(self) -> float:
-        """The share of the experts that a token chooses; only after an observation."""
-        return float(self.chosen.sum()) / self.tokens / self.num_experts
 
     @property
     def probabilities(self) -> npt.NDArray[np.float64]:
@@ -63,17 +56,6 @@ class Popularity:
         stats.tokens += tokens
         stats.unions += int(np.count_nonzero(chosen))
         stats.passes += 1
-
-    def wanted_share(self, tokens: float, share: float) -> float:
-        """The share of a layer's experts that `tokens` independent tokens want together, by the counts so far.
-
-        The mean over the layers whose tokens each want a `share` of the experts; without such layers, and before the
-        first observation, all experts are as likely.
-        """
-        layers = [each for each in self.layers.values() if each.tokens and isclose(each.share, share, rel_tol=1e-3)]
-        if not layers:
-            return wanted_by(tokens, share)
-        return float(np.mean([each.wanted_by(tokens).mean() for each in layers]))
 
     def start_counting(self) -> None:
         """Forgets the unions of the passes so far; they do not belong to the job."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -25,13 +25,6 @@ from .expert import ExpertGroups
 from .routing_stats import RoutingStats
 from .running_mean import RunningMean
 from .streaming_mode import _NEWEST, Mode, ModeChoice, RouterLatency, num_guesses
-
-if TYPE_CHECKING:
-    from .routing_stats import RoutingStats
-
-
-# Weight of the newest measurement in a running mean.
-_NEWEST_RECALL = 0.1
 
 
 @dataclass(slots=True)

@@ -10,7 +10,8 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 
 def read_as(kind: Any, value: Any) -> Any:
-    """`value`, as `json` read it, as a `kind`: a dataclass, `tuple[T, ...]`, `Mapping[str, T]`, `T | None` or a scalar.
+    """`value`, as `json` read it, as a `kind`: a dataclass, a NamedTuple (which is a list in JSON), `tuple[T, ...]`,
+    `Mapping[str, T]`, `T | None` or a scalar.
 
     `Annotated[T, check]` is a T for which `check` is true. Raises ValueError, TypeError or KeyError for anything else.
     """
@@ -18,6 +19,8 @@ def read_as(kind: Any, value: Any) -> Any:
     if is_dataclass(kind):
         types = _types(kind)  # type: ignore[arg-type]
         return kind(**{name: read_as(types[name], each) for name, each in dict(value).items()})  # type: ignore[operator]
+    if hasattr(kind, "_fields"):
+        return kind(*(read_as(each, part) for each, part in zip(_types(kind).values(), value, strict=True)))
     if origin in {Union, UnionType}:
         return None if value is None else read_as(arguments[0], value)
     if origin is tuple and type(value) in {list, tuple}:

@@ -212,7 +212,6 @@ class ClusterJob:
     def __init__(self, cluster: RayCluster, planned: Planned, load_seconds: float) -> None:
         self.planned = planned
         self.load_seconds = load_seconds
-        self.prediction = planned.chosen.prediction
         self.over_budget: tuple[TierLedger, ...] = ()
         self.expert_use = None
         self._cluster = cluster

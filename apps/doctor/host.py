@@ -22,16 +22,13 @@ import psutil
 
 from ...face import (
     GIB,
-    Disk,
     Driver,
     FlopRates,
     GpuState,
-    Link,
     Machine,
     MemoryGroup,
     PastRun,
     PcieLink,
-    PinLimit,
     TorchBuild,
     auto_host,
     counted,
@@ -285,11 +282,11 @@ _LITTLE_PINNED = 2 << 30
 def speed_findings(machine: Machine, torch: str) -> list[Finding]:
     """`torch` is the release that is installed now: rates belong to the one they were measured with."""
     found = [
-        check_disk(machine.disk, machine.hardware.disk),
+        check_disk(machine),
         ok("memory", f"host memory: {_rate(machine.memory_bytes_s)} read"),
     ]
     if machine.hardware.gpus:
-        found += [check_link(machine.link), check_pin_limit(machine.pin)]
+        found += [check_link(machine), check_pin_limit(machine)]
     if machine.device_memory_bytes_s is not None:
         found.append(ok("GPU memory", f"{_rate(machine.device_memory_bytes_s)}"))
     # Those of single products, which people compare; the others are for predictions.
@@ -301,7 +298,8 @@ def speed_findings(machine: Machine, torch: str) -> list[Finding]:
     return [*found, check_age(machine, torch)]
 
 
-def check_disk(disk: Disk | None, device: str) -> Finding:
+def check_disk(machine: Machine) -> Finding:
+    disk, device = machine.disk, machine.hardware.disk
     if disk is None:
         return warn("disk", f"{device}: too full to measure", "free 256 MiB there, or give --disk-dir FOLDER")
     best, scattered = disk.best, disk.best_random
@@ -363,8 +361,8 @@ def _pcie(link: PcieLink) -> str:
     return f"PCIe {max(1, round(math.log2(link.gt_s))):.1f} x{link.lanes}"
 
 
-def check_link(link: Link | None) -> Finding:
-    if link is None:
+def check_link(machine: Machine) -> Finding:
+    if (link := machine.link) is None:
         return warn("link", "copies to the GPU were not measured", "moedge doctor, once torch sees the GPU")
     if link.pinned_bytes_s is None:
         says = f"{_rate(link.pageable_bytes_s)} to the GPU; no memory could be pinned"
@@ -375,8 +373,8 @@ def check_link(link: Link | None) -> Finding:
     return ok("link", says)
 
 
-def check_pin_limit(pin: PinLimit | None) -> Finding:
-    if pin is None:
+def check_pin_limit(machine: Machine) -> Finding:
+    if (pin := machine.pin) is None:
         return warn("pinning", "was not measured", "moedge doctor, once torch sees the GPU")
     if pin.refused and pin.nbytes < _LITTLE_PINNED:
         says = f"{gib(pin.nbytes)} can be pinned; plans use 80 % of it and copy the rest through a ring"

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from ...face import Counts, JobFolder, JobPhase, JobStatus, OutputPaths, errors, is_locked, job_id_folders, openai_batch
+from ...face import Counts, JobFolder, JobPhase, JobStatus, OutputPaths, errors, job_id_folders, openai_batch
 from .request import ROUNDS, DocumentPaths, facts_digest
 from .rounds import Rounds
 
@@ -69,7 +69,7 @@ class DocumentsJob:
 
     @property
     def phase(self) -> JobPhase:
-        if is_locked(JobFolder(self.path)):
+        if JobFolder(self.path).locked:
             return JobPhase.RUNNING
         if "totals" not in self.summary:
             return JobPhase.INTERRUPTED

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from ...face import Engine, Heap, LoadedModel, Metrics, OpenModel, Planned, Running
 from .errors import ApiError
 from .live import LiveRequest
+from .policy import interactive_first
 
 STOPPING = "the server was stopped"
 
@@ -125,6 +126,7 @@ class EngineThread:
             with OpenModel(self._model) as opened:
                 loaded, heap = opened.load_for_prompts(self._options)
                 loaded.engine.start_counting()
+                loaded.engine.engine.scheduler.policy = interactive_first
                 self.ready.set_result(loaded)
                 self._leave(self._error_of_passes(loaded.engine.engine, heap))
                 self._unused.wait()
@@ -183,14 +185,14 @@ class EngineThread:
             assert job.running is not None
             self._job = None
             # A job that a limit stopped leaves sequences behind.
-            engine.abort(lambda sequence: not sequence.interactive)
+            engine.abort(lambda sequence: not sequence.urgent)
             job.ended.set_result((job.running, None))
         except BaseException as error:
             self._job, self.broken = None, engine.in_pass
             job.ended.set_exception(error)
             if self.broken:
                 raise
-            engine.abort(lambda sequence: not sequence.interactive)
+            engine.abort(lambda sequence: not sequence.urgent)
 
     def _leave(self, error: BaseException | None) -> None:
         """Everyone who waits gets an answer."""
@@ -233,7 +235,6 @@ def _ends(request: LiveRequest, engine: Engine) -> bool:
         return True
 
 
-Labels = Mapping[str, str]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -248,7 +249,7 @@ def _lines(loaded: LoadedModel, engine: EngineThread, batches: Mapping[str, int]
     yield from _metric("prompt_tokens_total", "counter", "Prompt tokens computed", {"": totals.prompt_tokens})
     yield from _metric("generated_tokens_total", "counter", "Tokens generated", {"": totals.generated_tokens})
     yield from _metric("requests", "gauge", "Chats and completions that run or wait", {"": engine.num_live})
-    waiting = {'kind="interactive"': len(scheduler.arriving), 'kind="batch"': len(scheduler.waiting)}
+    waiting = {'kind="interactive"': len(scheduler.urgent), 'kind="batch"': len(scheduler.waiting)}
     yield from _metric("waiting_sequences", "gauge", "Sequences that wait for memory", waiting)
     yield from _metric("running_sequences", "gauge", "Sequences in passes", {"": len(scheduler.running)})
     by_status = {f'status="{status}"': count for status, count in batches.items()}

@@ -110,7 +110,7 @@ class RequestReader:
         if isinstance(opened, RowFailure):
             raise of_failure(opened)
         for sequence in opened.sequences:
-            sequence.interactive = True
+            sequence.urgent = True
         return LiveRequest(opened, wanted, self._model, self._reader)
 
     def _row(self, body: Mapping[str, Any], endpoint: Endpoint) -> Row:

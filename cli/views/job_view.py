@@ -202,8 +202,6 @@ class JobView(JobObserver):
         if line := loss_line(loaded.loss, bits):
             self._say(line)
         self._say(f"loaded in {duration(loaded.load_seconds)}")
-        if line := _corrected(loaded):
-            self._say(line)
         self._events.emit("loaded", seconds=loaded.load_seconds)
 
     @contextmanager
@@ -414,14 +412,6 @@ def _estimate(chosen: PlanResult, name: str) -> Iterator[str]:
     times = {quant: taken / now for quant, taken in seconds.items() if quant != chosen.plan.quant}
     if others := [f"{quant} {factor:.1f}x" for quant, factor in times.items()]:
         yield f"estimated time with other formats: {', '.join(others)}"
-
-
-def _corrected(loaded: Executor) -> str:
-    """The estimate after loading, where it is another one than before."""
-    before, now = loaded.planned.chosen.prediction.seconds, loaded.prediction.seconds
-    if abs(now / before - 1) <= 0.1:
-        return ""
-    return f"estimate by what loading showed: about {loaded.prediction.generated_tok_s:,.3g} tok/s, {duration(now)}"
 
 
 def _way(plan: Plan, streamed: int) -> str:

@@ -179,7 +179,7 @@ def _entries(content: dict[str, Any], base: int, file: str) -> Iterator[TensorEn
 
 def _entry(name: str, fields: Any, base: int, kinds: dict[tuple[str, tuple[int, ...]], int]) -> TensorEntry:
     """Raises ValueError, which says what is wrong with the tensor's name or description."""
-    if not (0 < len(name) <= MAX_NAME_NBYTES and name.isprintable() and (name.isascii() or _is_short(name))):
+    if not (0 < len(name.encode("utf-8", "replace")) <= MAX_NAME_NBYTES and name.isprintable()):
         raise ValueError(f"the name is empty, unprintable or over {MAX_NAME_NBYTES} bytes")
     if not isinstance(fields, dict) or fields.keys() != _FIELDS:
         raise ValueError("wanted exactly dtype, shape and data_offsets")
@@ -196,10 +196,6 @@ def _entry(name: str, fields: Any, base: int, kinds: dict[tuple[str, tuple[int, 
     if end - begin != nbytes:
         raise ValueError(f"{end - begin} bytes found, {dtype} {list(shape)} takes {nbytes}")
     return TensorEntry(name, dtype, shape, base + begin, base + end)
-
-
-def _is_short(name: str) -> bool:
-    return len(name.encode("utf-8", "replace")) <= MAX_NAME_NBYTES
 
 
 def _are_whole(values: Any, most: int) -> bool:

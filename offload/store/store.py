@@ -113,7 +113,10 @@ class Store(Closing):
         if (head := files.pop(HEAD_FILE, None)) is not None:
             self.head = _single(head, "head")
         if (resident := files.pop(RESIDENT_FILE, None)) is not None:
-            self.resident = _resident(resident)
+            self.resident = {
+                name: ResidentTensor(entry.dtype, entry.shape, _single(resident, name))
+                for name, entry in resident.entries.items()
+            }
         names = [layer_file(index) for index in range(len(files))]
         if set(names) != set(files):
             raise BadStore(
@@ -141,10 +144,6 @@ def _single(file: ShardFile, tensor: str) -> ShardExtent:
     if len(extents) != 1:
         raise BadStore(f"{file.path} has {len(extents)} shards of {tensor!r}, wanted 1; prepare the model again")
     return extents[0]
-
-
-def _resident(file: ShardFile) -> dict[str, ResidentTensor]:
-    return {name: ResidentTensor(entry.dtype, entry.shape, _single(file, name)) for name, entry in file.entries.items()}
 
 
 def _close_all(descriptors: list[int]) -> None:

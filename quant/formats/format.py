@@ -130,12 +130,21 @@ INTEGER_CODES = ("int4", "e2m1", "int8")
 
 
 class Assumed(NamedTuple):
-    """What plans assume of a format of `--quant` on a machine that nobody measured: the bytes of a weight that a GPU
-    reads, and the bytes per second that are packed by torch, and by two cores with the library of CPU kernels."""
+    """What plans assume of a format of `--quant` on a machine that nobody measured.
+
+    The bytes of a weight that a GPU reads, with its scales; those that torch moves to multiply by it where no kernel
+    does: unpacked, widened, read (tests/runtime/plan/test_device_costs.py); and the bytes per second that are packed by
+    torch, and by two cores with the library of CPU kernels. `instructions` are those of a GPU for a weight in tiles of
+    16, 32 and 64 rows, with which grouped products decode gate and up, by its major compute capability (8: the worst
+    of 8.0, 8.9 and 12.0), from `python -m matrix.compiling.instructions 80 89 90 120` with Triton 3.7.1; none where no
+    kernel reads the format.
+    """
 
     weight_nbytes: float
+    dense_nbytes: float
     pack_bytes_s: float
     native_pack_bytes_s: float
+    instructions: Mapping[int, tuple[float, float, float]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,13 +308,46 @@ QUANT_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
     {
         each.name: each
         for each in (
-            WeightFormat("none", "none", auto=True, assumed=Assumed(2.0, 4e8, 1e9)),
-            WeightFormat("int8", "int8", None, "float32", auto=True, assumed=Assumed(1.06, 1.5e8, 3e9)),
             WeightFormat(
-                "int4", "int4", 32, "bfloat16", "bfloat16", order=INT4PACK, auto=True, assumed=Assumed(0.56, 6e6, 1.5e9)
+                "none",
+                "none",
+                auto=True,
+                assumed=Assumed(2.0, 2.0, 4e8, 1e9, {8: (1.7, 2.4, 4.5), 9: (1.6, 2.2, 3.4)}),
             ),
-            WeightFormat("nf4", "nf4", 64, "bfloat16", auto=True, assumed=Assumed(0.56, 6e7, 2.5e9)),
-            WeightFormat("mxfp4", "e2m1", 32, "e8m0", rates="nf4", assumed=Assumed(0.53, 6e7, 2e9)),
+            WeightFormat(
+                "int8",
+                "int8",
+                None,
+                "float32",
+                auto=True,
+                assumed=Assumed(1.0, 5.0, 1.5e8, 3e9, {8: (4.5, 5.0, 26.9), 9: (4.2, 5.1, 5.0)}),
+            ),
+            WeightFormat(
+                "int4",
+                "int4",
+                32,
+                "bfloat16",
+                "bfloat16",
+                order=INT4PACK,
+                auto=True,
+                assumed=Assumed(0.63, 12.9, 6e6, 1.5e9),
+            ),
+            WeightFormat(
+                "nf4",
+                "nf4",
+                64,
+                "bfloat16",
+                auto=True,
+                assumed=Assumed(0.53, 4.6, 6e7, 2.5e9, {8: (12.7, 14.0, 18.4), 9: (12.9, 13.6, 9.6)}),
+            ),
+            WeightFormat(
+                "mxfp4",
+                "e2m1",
+                32,
+                "e8m0",
+                rates="nf4",
+                assumed=Assumed(0.53, 4.6, 6e7, 2e9, {8: (14.2, 15.3, 27.9), 9: (14.0, 15.0, 27.4)}),
+            ),
         )
     }
 )

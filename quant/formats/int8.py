@@ -28,15 +28,12 @@ def pack(weight: Tensor, planes: tuple[Tensor, ...]) -> None:
     # vector_norm would take sixteen times as long for the same maxima.
     scaled = values.abs()
     steps = scaled.amax(-1).clamp_(min=SMALLEST_ABSMAX).div_(127)
-    # A scale of 16 bits is rounded before codes are divided by it, and must not become 0 or infinite.
-    scales.copy_(steps.clamp_(min=_least(scales.dtype), max=torch.finfo(scales.dtype).max))
+    # A scale of 16 bits is rounded before codes are divided by it, and must not become 0 (tiny * eps is the smallest
+    # positive number) or infinite.
+    finfo = torch.finfo(scales.dtype)
+    scales.copy_(steps.clamp_(min=finfo.tiny * finfo.eps, max=finfo.max))
     torch.div(values, scales.float()[..., None], out=scaled).add_(ROUNDER).sub_(ROUNDER).clamp_(-127, 127)
     codes.view_as(scaled).copy_(scaled)
-
-
-def _least(dtype: torch.dtype) -> float:
-    """The smallest positive number of a dtype."""
-    return torch.finfo(dtype).tiny * torch.finfo(dtype).eps
 
 
 def unpack(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> None:

@@ -79,10 +79,7 @@ def pass_rates() -> dict[str, dict[int, float]]:
 def _experts(format_name: str, dtype: torch.dtype, integer: bool = False) -> dict[int, float]:
     packed = pack(torch.randn(EXPERT_SHAPE).to(dtype), format_name, kernel_order(format_name, dtype, "cpu"))
     experts = [PackedTensor(packed.layout, tuple(p.clone() for p in packed.planes)) for _ in range(NUM_EXPERTS)]
-    nbytes = scratch_nbytes(packed.layout, dtype_name(dtype), deterministic=False)
-    workspaces = [Workspace(nbytes) for _ in range(torch.get_num_threads())]
-    limits = measure_gemv_max_rows(format_name, integer)
-    compute = ParallelMatmul(workspaces[0], integer=integer, gemv_max_rows=limits, helpers=workspaces[1:])
+    compute = _products(packed, integer)
     flop = 2 * NUM_EXPERTS * EXPERT_SHAPE[0] * EXPERT_SHAPE[1]
     rates = {}
     for rows in EXPERT_ROWS:
@@ -90,6 +87,15 @@ def _experts(format_name: str, dtype: torch.dtype, integer: bool = False) -> dic
         run = partial(compute.parallel_for, experts, partial(_multiply, x))
         rates[rows] = rows * flop / best_seconds(run, _SECONDS)
     return rates
+
+
+def _products(packed: PackedTensor, integer: bool) -> ParallelMatmul:
+    """Products with such matrices by all threads: kernels on codes are divided among these, not among torch's."""
+    layout = packed.layout
+    nbytes = scratch_nbytes(layout, layout.dtype, deterministic=False)
+    helpers = [Workspace(nbytes) for _ in range(torch.get_num_threads() - 1)]
+    limits = measure_gemv_max_rows(layout.format, integer)
+    return ParallelMatmul(Workspace(nbytes), integer=integer, gemv_max_rows=limits, helpers=helpers)
 
 
 def _multiply(x: torch.Tensor, expert: PackedTensor, products: Matmul) -> None:
@@ -221,12 +227,7 @@ def integer_formats() -> tuple[str, ...]:
 
 def _case(integer: bool, format_name: str) -> Case:
     matrices = cycle(matrices_of(format_name, torch.bfloat16))
-    first = next(matrices)
-    nbytes = scratch_nbytes(first.layout, dtype_name(torch.bfloat16), deterministic=False)
-    # Kernels on codes are divided among the threads of the products, not among torch's.
-    helpers = [Workspace(nbytes) for _ in range(torch.get_num_threads() - 1)]
-    gemv_max_rows = measure_gemv_max_rows(format_name, integer)
-    compute = ParallelMatmul(Workspace(nbytes), integer=integer, gemv_max_rows=gemv_max_rows, helpers=helpers)
+    compute = _products(next(matrices), integer)
 
     def case(num_rows: int) -> Callable[[], None]:
         x = torch.randn(num_rows, SHAPE[1]).bfloat16()
@@ -256,7 +257,7 @@ def matrices_of(
 PASS_KINDS = ((1, 16), (8, 16), (48, 16), (64, 64))
 PASS_TOKENS = 4096
 DECODED = 8
-_BUDGET_NBYTES = 2 << 30
+_MEMORY = MemoryBudget(2 << 30)
 # For the bundled model's store of 11 MiB, which need not leave a disk as much free as a job does.
 _STORE_LIMIT = "256MiB"
 LEAST_S = 1e-12
@@ -304,11 +305,11 @@ def measure_fused_overheads() -> Overheads | None:
             return solve_overheads(source.shape, list(passes_of(loaded, source.shape, plan))) if loaded.fused else None
 
 
-def _plan(shape: ModelShape, quant: str) -> Plan:
+def _plan(shape: ModelShape, quant: str, memory: MemoryBudget = _MEMORY) -> Plan:
     """A plan that holds all weights and takes every kind of pass."""
     most = max(count for count, _ in PASS_KINDS)
     settings = Settings(quant=quant, tokens_per_pass=PASS_TOKENS, max_sequences=most)
-    return make_plan(shape, settings, MemoryBudget(_BUDGET_NBYTES), Workload(most, 128))
+    return make_plan(shape, settings, memory, Workload(most, 128))
 
 
 def streaming(shape: ModelShape, plan: Plan) -> Plan:
@@ -489,11 +490,9 @@ def device_overheads(device: Device, gpu: Gpu) -> Overheads | None:
     taken = budget_of(device, 0, gpu)
     granted = replace(taken, nbytes=taken.context_nbytes + _MODEL_NBYTES)
     memory = MemoryBudget(taken.process_nbytes + _MODEL_NBYTES, granted)
-    most = max(count for count, _ in PASS_KINDS)
-    settings = Settings(quant="none", tokens_per_pass=PASS_TOKENS, max_sequences=most)
     with as_file(files("moedge.demo")) as bundle, open_source(str(bundle / "model")) as source:
         try:
-            plan = make_plan(source.shape, settings, memory, Workload(most, 128))
+            plan = _plan(source.shape, "none", memory)
             return solve_overheads(source.shape, list(timed_passes(source, plan, None, device)))
         except (DoesNotFit, RuntimeError) as error:
             if isinstance(error, DoesNotFit) or is_out_of_memory(error):

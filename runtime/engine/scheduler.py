@@ -1,15 +1,15 @@
 """Which sequences take part in the next pass, with how many tokens. Knows no model and no tensor's contents.
 
 Continuous batching with chunked prompts (Orca, OSDI 2022; Sarathi-Serve, OSDI 2024): decode tokens of all live
-sequences first, then prompt tokens, up to `tokens_per_pass`. Interactive sequences come before both, and leave half of
-every pass to the others.
+sequences first, then prompt tokens, up to `tokens_per_pass`. A policy of whoever adds urgent sequences may give these
+their part of a pass before.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ..kv.cache import KVCache
@@ -47,22 +47,22 @@ class ScheduleCounts:
 class Scheduler:
     """`waiting` and `running` are in order of age; the oldest sequence is never preempted, so every schedule ends.
 
-    Interactive sequences are the first of `running` and wait in a queue of their own, `arriving`. Where they find no
-    block or no slot in the pass, the youngest of the others is preempted for them. While there are others, all
-    interactive ones together get half of the tokens, of the slots and of the cache; one of them may always run.
+    Urgent sequences are the first of `running` and wait in a queue of their own, `urgent`. What they get of a pass is
+    up to the `policy` alone, which is called at the beginning of each: it continues and starts them.
     """
 
     def __init__(self, limits: PassLimits, cache: KVCache) -> None:
         self.limits = limits
         self.cache = cache
         self.waiting: deque[Sequence] = deque()
-        self.arriving: deque[Sequence] = deque()
+        self.urgent: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.policy: Callable[[Scheduler, Draft], None] | None = None
         self.counts = ScheduleCounts()
 
     @property
     def busy(self) -> bool:
-        return bool(self.waiting or self.running or self.arriving)
+        return bool(self.waiting or self.running or self.urgent)
 
     @property
     def has_capacity(self) -> bool:
@@ -75,19 +75,17 @@ class Scheduler:
         if not self.cache.fits(longest):
             raise ValueError(f"{longest} tokens never fit into the {self.cache.nbytes:,} bytes of the KV cache")
         for each in sequence.forks:
-            each.interactive = sequence.interactive
+            each.urgent = sequence.urgent
         self._queue_of(sequence).append(sequence)
         self.cache.expect(sequence.table, sequence.tokens, min(len(sequence.prompt_ids), sequence.num_shareable))
 
     def schedule(self) -> Batch:
         """The next pass; has at least one chunk whenever `busy`."""
-        draft = _Draft(self.limits.tokens_per_pass, max(0, self.limits.live - self._num_claimed))
+        draft = Draft(self.limits.tokens_per_pass, max(0, self.limits.live - self.num_claimed))
         preemptions = self.counts.preemptions
-        self._schedule_interactive(draft)
-        # Decoding sequences have one pending token and come first, each group in order of age.
-        for sequence in sorted(self.running, key=lambda running: running.num_pending > 1):
-            if sequence.status is SequenceStatus.RUNNING and draft.tokens_left and not sequence.interactive:
-                self._continue(sequence, draft)
+        if self.policy is not None:
+            self.policy(self, draft)
+        self.proceed([sequence for sequence in self.running if not sequence.urgent], draft)
         # Blocks are published only now: a chosen sequence could still be preempted before, and its blocks never filled.
         for sequence in draft.chosen:
             self._publish(sequence)
@@ -119,92 +117,66 @@ class Scheduler:
 
     def abort(self, dropped: Callable[[Sequence], bool] = lambda sequence: True) -> None:
         """Drops sequences, between two passes; their blocks are free again."""
-        for sequence in filter(dropped, (*self.running, *self.waiting, *self.arriving)):
+        for sequence in filter(dropped, (*self.running, *self.waiting, *self.urgent)):
             self.cache.release(sequence.table)
         self.running = [sequence for sequence in self.running if not dropped(sequence)]
         self.waiting = deque(sequence for sequence in self.waiting if not dropped(sequence))
-        self.arriving = deque(sequence for sequence in self.arriving if not dropped(sequence))
+        self.urgent = deque(sequence for sequence in self.urgent if not dropped(sequence))
 
     def forget_parked(self) -> None:
         """Sequences that wait in host memory are computed again, and none is parked any more."""
-        for sequence in (*self.waiting, *self.arriving):
+        for sequence in (*self.waiting, *self.urgent):
             self.cache.drop_parked(sequence.table)
         self.cache.host = None
 
     def _queue_of(self, sequence: Sequence) -> deque[Sequence]:
-        return self.arriving if sequence.interactive else self.waiting
+        return self.urgent if sequence.urgent else self.waiting
 
-    def _schedule_interactive(self, draft: _Draft) -> None:
-        running = [sequence for sequence in self.running if sequence.interactive]
-        if not running and not self.arriving:
-            return
-        others = len(self.running) > len(running) or bool(self.waiting)
-        left_to_others = draft.tokens_left // 2 if others else 0
-        draft.tokens_left -= left_to_others
-        for sequence in sorted(running, key=lambda each: each.num_pending > 1):
+    def proceed(self, sequences: Iterable[Sequence], draft: Draft) -> None:
+        """Gives running sequences their tokens of the pass, as long as there are any.
+
+        Decoding sequences have one pending token and come first, each group in the order of `sequences`.
+        """
+        for sequence in sorted(sequences, key=lambda running: running.num_pending > 1):
             if sequence.status is SequenceStatus.RUNNING and draft.tokens_left:
                 self._continue(sequence, draft)
-        tally = _Tally(self._num_claimed, sum(map(_slots, running)), sum(map(_longest, running)))
-        while draft.tokens_left and self.arriving and (claim := self._accepts(self.arriving[0], others, draft, tally)):
-            tally.start(self.arriving[0])
-            self._start(self.arriving.popleft(), claim, draft)
-        draft.tokens_left += left_to_others
-
-    def _accepts(self, sequence: Sequence, others: bool, draft: _Draft, tally: _Tally) -> int:
-        """The slots of an interactive sequence that may start now, else 0; makes what it needs free where it may.
-
-        `others`: they must keep half of the slots of a pass and half of the cache.
-        """
-        claim = min(_slots(sequence), self.limits.live)
-        if not self._count(sequence, draft.tokens_left):
-            return 0
-        if others and tally.interactive:
-            slots, longest = claim + tally.interactive, _longest(sequence) + tally.longest
-            if slots > self.limits.live // 2 or not self.cache.fits(2 * longest):
-                return 0
-        while not self._opens(sequence, claim, tally.claimed, draft):
-            # Interactive ones come first: if the last is one, all are.
-            if not self.running or self.running[-1].interactive:
-                return 0
-            youngest = self.running[-1]
-            draft.spare_rows += _slots(youngest)
-            tally.claimed -= _slots(youngest)
-            self._preempt(youngest)
-        return claim
 
     @property
-    def _num_claimed(self) -> int:
+    def num_claimed(self) -> int:
         """Slots of a pass that running sequences and their forks have."""
-        return sum(map(_slots, self.running))
+        return sum(sequence.num_slots for sequence in self.running)
 
-    def _opens(self, sequence: Sequence, claim: int, claimed: int, draft: _Draft) -> bool:
-        """Gives a sequence that waits its stored blocks, if it can start beside those that run."""
+    def opens(self, sequence: Sequence, claim: int, claimed: int, draft: Draft) -> bool:
+        """Gives a sequence that waits its stored blocks, if it can start beside those that run.
+
+        `claim`: the slots of the pass that it is to have; `claimed`: those of the running ones.
+        """
         # Before blocks are taken, with nothing stored: what is found there is a multiple of whole blocks.
-        if claim > draft.spare_rows or not self._count(sequence, draft.tokens_left):
+        if claim > draft.spare_rows or not self.count_tokens(sequence, draft.tokens_left):
             return False
         return self.cache.open(
             sequence.table, sequence.tokens, sequence.num_tokens, spare=claimed, shareable=sequence.num_shareable
         )
 
-    def _continue(self, sequence: Sequence, draft: _Draft) -> None:
+    def _continue(self, sequence: Sequence, draft: Draft) -> None:
         """Gives a running sequence its tokens of the pass; preempts the youngest sequences if no block is free."""
         if sequence.num_pending == 1 and self.cache.grow_within_block(sequence.table):
             draft.choose(sequence, 1)
             return
-        if not (wanted := self._count(sequence, draft.tokens_left)):
+        if not (wanted := self.count_tokens(sequence, draft.tokens_left)):
             return
         least = min(wanted, self.limits.cut)
         while (free_tokens := self.cache.headroom(sequence.table)) < least:
             youngest = self.running[-1]
-            self._preempt(youngest)
+            self.preempt(youngest)
             draft.drop(youngest)
             if youngest is sequence:
                 return
-        count = self._count(sequence, draft.scored(sequence, min(wanted, free_tokens), self.limits.cut))
+        count = self.count_tokens(sequence, draft.scored(sequence, min(wanted, free_tokens), self.limits.cut))
         self.cache.grow(sequence.table, sequence.table.num_tokens + count)
         draft.choose(sequence, count)
 
-    def _count(self, sequence: Sequence, most: int) -> int:
+    def count_tokens(self, sequence: Sequence, most: int) -> int:
         """The tokens of a sequence's next chunk, at most `most`; 0 where its prompt cannot be cut so early."""
         return cut_count(sequence, sequence.table.num_tokens, min(sequence.num_pending, most), self.limits.cut)
 
@@ -214,12 +186,12 @@ class Scheduler:
         for sequence in chosen:
             self.cache.retract(sequence.table)
         for sequence in reversed([each for each in self.running if each in chosen]):
-            self._preempt(sequence)
+            self.preempt(sequence)
 
     def _publish(self, sequence: Sequence) -> None:
         self.cache.publish(sequence.table, sequence.tokens, len(sequence.prompt_ids))
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: Sequence) -> None:
         """Takes a sequence's blocks; it waits at the head of the queue, parked or to be computed again."""
         self.running.remove(sequence)
         sequence.num_lost = sequence.table.num_tokens
@@ -228,26 +200,26 @@ class Scheduler:
         self._queue_of(sequence).appendleft(sequence)
         self.counts.preemptions += 1
 
-    def _admit(self, draft: _Draft) -> None:
+    def _admit(self, draft: Draft) -> None:
         """Starts sequences in order of age while the pass has tokens and the cache has blocks for the next one.
 
         A block for each running sequence is left to grow into: without it, admitting one soon preempts another.
         """
-        claimed = self._num_claimed
+        claimed = self.num_claimed
         while draft.tokens_left and self.waiting:
-            claim = min(1 + len(self.waiting[0].forks), self.limits.live)
-            if not self._opens(self.waiting[0], claim, claimed, draft):
+            claim = min(self.waiting[0].num_slots, self.limits.live)
+            if not self.opens(self.waiting[0], claim, claimed, draft):
                 return
             claimed += claim
-            self._start(self.waiting.popleft(), claim, draft)
+            self.start(self.waiting.popleft(), claim, draft)
 
-    def _start(self, sequence: Sequence, claim: int, draft: _Draft) -> None:
-        """Runs a sequence that was opened."""
+    def start(self, sequence: Sequence, claim: int, draft: Draft) -> None:
+        """Runs a sequence that was opened, in `claim` slots of the pass."""
         table = sequence.table
         draft.spare_rows -= claim
         self._count_opened(sequence)
         most = min(sequence.num_pending, draft.tokens_left, self.cache.headroom(table))
-        count = self._count(sequence, draft.scored(sequence, most, self.limits.cut))
+        count = self.count_tokens(sequence, draft.scored(sequence, most, self.limits.cut))
         self.cache.grow(table, table.num_tokens + count)
         self._publish(sequence)
         sequence.status = SequenceStatus.RUNNING
@@ -255,9 +227,9 @@ class Scheduler:
         draft.choose(sequence, count)
 
     def _run(self, sequences: list[Sequence]) -> None:
-        """Interactive ones before all others, each kind in order of age."""
-        first = bool(sequences) and sequences[0].interactive
-        index = bisect_left(self.running, True, key=lambda each: not each.interactive) if first else len(self.running)
+        """Urgent ones before all others, each kind in order of age."""
+        first = bool(sequences) and sequences[0].urgent
+        index = bisect_left(self.running, True, key=lambda each: not each.urgent) if first else len(self.running)
         self.running[index:index] = sequences
 
     def _count_opened(self, sequence: Sequence) -> None:
@@ -268,7 +240,7 @@ class Scheduler:
             sequence.num_cached = sequence.table.num_tokens
             self.counts.prefix_hit_tokens += sequence.num_cached
 
-    def _limit_forks(self, draft: _Draft) -> None:
+    def _limit_forks(self, draft: Draft) -> None:
         """Queues the samples that a pass cannot hold: they find most of their prompt in the cache later."""
         seats = self.limits.live - len(self.running)
         for sequence, count in draft.chosen.items():
@@ -288,34 +260,7 @@ class Scheduler:
         sequence.forks = []
 
 
-def _slots(sequence: Sequence) -> int:
-    """Of a pass, for it and its forks."""
-    return 1 + len(sequence.forks)
-
-
-def _longest(sequence: Sequence) -> int:
-    """Tokens that it and its forks hold at most."""
-    return sum(each.max_tokens for each in (sequence, *sequence.forks))
-
-
-@dataclass(slots=True)
-class _Tally:
-    """Slots that running sequences have, those of interactive ones, and the most tokens of these.
-
-    Kept while interactive ones start: adding all up again for each would take quadratic time.
-    """
-
-    claimed: int
-    interactive: int
-    longest: int
-
-    def start(self, sequence: Sequence) -> None:
-        self.claimed += _slots(sequence)
-        self.interactive += _slots(sequence)
-        self.longest += _longest(sequence)
-
-
-class _Draft:
+class Draft:
     """The pass under construction: the tokens of each chosen sequence, and how many tokens are left.
 
     Every sequence, and every fork, may get one row of logits; `spare_rows` is what plans have memory for beyond that.

@@ -331,17 +331,13 @@ class SpeedOrder:
             # Never 0, which is a prompt that is shorter. Equal in every process: integers hash to what they are.
             hashes.append((hash(tuple(prompt_ids[:level])) & _MAX | 1) if len(prompt_ids) >= level else 0)
 
-    def rows(self, only: Iterable[int] | None = None) -> Iterable[int]:
-        """Every row added, or those of them that are in `only`."""
+    def rows(self) -> Iterable[int]:
+        """Every row added, the first to run first."""
         rows, lengths = np.asarray(self._rows), np.asarray(self._lengths)
-        prefixes = [np.asarray(hashes) for hashes in self._prefixes]
-        if only is not None:
-            chosen = np.isin(rows, np.fromiter(only, np.uint64))
-            rows, lengths, prefixes = rows[chosen], lengths[chosen], [hashes[chosen] for hashes in prefixes]
         # The last key is the first to sort by.
         keys = [rows, _descending(lengths)]
-        for hashes in reversed(prefixes):
-            shared, longest = _shared(hashes, lengths)
+        for hashes in reversed(self._prefixes):
+            shared, longest = _shared(np.asarray(hashes), lengths)
             keys += [shared, _descending(longest)]
         return map(int, rows[np.lexsort(keys)])
 

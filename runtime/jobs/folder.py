@@ -88,6 +88,21 @@ class JobFolder:
     def begun(self) -> bool:
         return self.journal.is_file()
 
+    @property
+    def locked(self) -> bool:
+        """Whether a process is running the job now."""
+        try:
+            descriptor = os.open(self.lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
     def make(self) -> None:
         """Raises OutputRefused where it cannot be."""
         try:
@@ -166,21 +181,6 @@ def _open_lock(folder: JobFolder) -> int | None:
         ) from None
     os.close(descriptor)
     return None
-
-
-def is_locked(folder: JobFolder) -> bool:
-    """Whether a process is running the job now."""
-    try:
-        descriptor = os.open(folder.lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def _holder(text: str) -> str:

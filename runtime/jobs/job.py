@@ -19,7 +19,6 @@ from ...offload.memory import Heap, host_resident
 from ..engine.engine import Metrics
 from ..loading.engine_loader import LoadedEngine, LoadedModel
 from ..loading.machine_memory import MachineMemory
-from ..plan.cost_model import Prediction
 from ..plan.fallback import FallbackPolicy
 from ..plan.memory_ledger import TierLedger
 from ..plan.placement import Plan, Workload
@@ -32,7 +31,7 @@ from ..weights.key_offsets import KeyOffsets
 from .answer_stream import AnswerStream, partial_file
 from .encode import JobSize, RowEncoder, TokenSpool, measure
 from .folder import now_text, seekable
-from .job_plan import as_rehearsed, remember, with_workload
+from .job_plan import remember, with_workload
 from .journal.run_log import RunLog
 from .journal.state import Counts
 from .lifecycle import load_model, plan_model, profile_model
@@ -138,24 +137,22 @@ class Planned:
         source, request = checked.source, checked.request
         if (given := checked.given) is not None:
             given.engine.start_counting()
-            return Loaded(self, given, 0.0, self.chosen.prediction)
+            return Loaded(self, given, 0.0)
         offsets = self.session.key_offsets(source.shape)
         tokenizer, planned = self.measured.tokenizer, (self.memory, self.chosen)
         model = load_model(source, tokenizer, planned, request.budgets, request.experts, offsets)
         checked.resources.callback(model.engine.close)
-        plan, shown = model.policy.plan, profile_model(model, self.workload)
-        seconds = time.perf_counter() - begun
-        return Loaded(self, model, seconds, as_rehearsed(self.chosen, plan, shown))
+        profile_model(model, self.workload)
+        return Loaded(self, model, time.perf_counter() - begun)
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The engine of `model` is ready for the first pass; `prediction` is what to expect of the rows."""
+    """The engine of `model` is ready for the first pass."""
 
     planned: Planned
     model: LoadedModel
     load_seconds: float
-    prediction: Prediction
 
     @property
     def engine(self) -> LoadedEngine:
@@ -231,10 +228,6 @@ class Executor(Protocol):
     @property
     def load_seconds(self) -> float:
         """How long loading took."""
-
-    @property
-    def prediction(self) -> Prediction:
-        """What to expect of the rows, as far as it is known after loading."""
 
     @property
     def metrics(self) -> Metrics:
@@ -320,7 +313,8 @@ class Running:
                 self._seconds = time.perf_counter() - begun
                 self._log.sample(self._sample)
                 yield
-                self.stopped_because = self._why_stop()
+                failed = session.journal.state.counts.failed
+                self.stopped_because = self._checked.stop_rule.reason(failed, self.num_rows) or session.cancelled()
                 if self.stopped_because is not None:
                     return
             session.journal.sync()
@@ -369,10 +363,6 @@ class Running:
             "prompt": metrics.prompt_tokens,
             "ram": host_resident(),
         }
-
-    def _why_stop(self) -> str | None:
-        failed = self.session.journal.state.counts.failed
-        return self._checked.stop_rule.reason(failed, self.num_rows) or self.session.cancelled()
 
     def _summary(self) -> RunSummary:
         total = time.perf_counter() - self._checked.begun

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...offload.machine.hardware import Hardware, find_gpus, find_hardware
-from ...offload.machine.presets import Preset, find_preset, with_preset
 from ...offload.machine.profile import Machine, load_machine, read_machine, saved_path
 from ...offload.store.stores import DiskSpace, default_root
 from ..plan import planner
-from ..plan.cost_model import CostModel, Prediction
-from ..plan.loading_cost import GENERATING, Prepared
+from ..plan.cost_model import CostModel
+from ..plan.loading_cost import Prepared
 from ..plan.memory_ledger import MemoryLedger
 from ..plan.placement import Plan, Workload
 from ..plan.plan_file import (
@@ -33,6 +32,7 @@ from ..plan.plan_file import (
 )
 from ..plan.plan_file import MOST_KEPT as ALL_RUNS
 from ..plan.planner import PlanRequest, PlanResult, choose_dtype, solve
+from ..plan.presets import Preset, find_preset, with_preset
 from ..plan.rates import rates_of
 from ..rows.tables import InputFormat
 from ..settings.errors import ModelNotFound, SettingError
@@ -44,7 +44,6 @@ from ..source.model_source import Headers, ModelSource, prepared_nbytes, small_f
 
 if TYPE_CHECKING:
     from ..engine.engine import Metrics
-    from ..loading.rehearsal import Rehearsed
     from ..rows.preflight import Preflight
     from ..rows.row import Defaults
     from .encode import JobSize
@@ -204,19 +203,6 @@ def _solve(request: PlanRequest, saved: Path | None) -> PlanResult:
 def with_workload(chosen: PlanResult, plan: Plan, workload: Workload) -> PlanResult:
     """What to expect of `workload` from an engine that was loaded for another one; `plan` is what it runs by."""
     return _result(plan, replace(chosen.request, workload=workload))
-
-
-def as_rehearsed(chosen: PlanResult, plan: Plan, shown: Rehearsed) -> Prediction:
-    """What to expect of the rows by what the rehearsal showed of routing and of the layers; `plan` is what it ran by.
-
-    What an earlier run of this kind taught is better, and kept.
-    """
-    request, plan = chosen.request, plan if shown.fused else replace(plan, fused_nbytes=0)
-    if GENERATING in request.corrections:
-        return PlanResult.of(plan, chosen.seconds, request).prediction
-    costs = request.costs
-    costs = CostModel(costs.shape, costs.rates, costs.factors, shown.wanted)
-    return PlanResult.of(plan, chosen.seconds, replace(request, costs=costs)).prediction
 
 
 def _result(plan: Plan, request: PlanRequest) -> PlanResult:

@@ -9,14 +9,15 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from ...moe.streaming_mode import DEFAULTS, ExpertOptions
+from ...offload.closing import Closing
 from ...offload.memory import Heap, reset_host_peak, return_memory, trim
 from ..loading.engine_loader import LoadedModel, load_engine, load_with_fallback
 from ..loading.machine_memory import MachineMemory, limit_pins, open_memory
 from ..loading.prepare import store_for
-from ..loading.rehearsal import Rehearsed, prompt_tokens, rehearse
+from ..loading.rehearsal import prompt_tokens, rehearse
 from ..plan.fallback import FallbackPolicy
 from ..plan.memory_ledger import TierLedger
 from ..plan.placement import Workload
@@ -68,19 +69,18 @@ def load_model(
     return LoadedModel(source, tokenizer, memory, chosen, policy, engine, written)
 
 
-def profile_model(loaded: LoadedModel, workload: Workload) -> Rehearsed:
+def profile_model(loaded: LoadedModel, workload: Workload) -> None:
     """Runs the worst pass of the workload once. Raises DoesNotFit where a budget is too small for it."""
     text = prompt_tokens(loaded.tokenizer.encode(TEXT)[:MAX_TOKENS], loaded.source.shape.vocab)
-    shown = rehearse(loaded.engine, loaded.policy.plan, workload, text)
+    rehearse(loaded.engine, loaded.policy.plan, workload, text)
     loaded.engine.ledger.measure().check()
-    return shown
 
 
 # A cache for the whole context of a long-context model would take most budgets, and few prompts need it.
 MAX_MODEL_LEN = 4096
 
 
-class OpenModel:
+class OpenModel(Closing):
     """A checkpoint folder, a store or a hub id, with its tokenizer. Closing it also closes the engines it loaded."""
 
     def __init__(self, name: str) -> None:
@@ -147,12 +147,6 @@ class OpenModel:
         # An engine is a circle of modules.
         gc.collect()
         trim()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def workload_of(options: Mapping[str, Any], longest: int) -> Workload:

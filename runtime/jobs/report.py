@@ -109,7 +109,7 @@ def summarise(model: LoadedModel, planned: PlanResult, counts: Counts, seconds: 
         seconds=seconds,
         throughput=_throughput(metrics, seconds.generate),
         predicted=_predicted(planned),
-        latency=Latency(_percentiles(metrics.ttft), _percentiles(metrics.tpot), _percentiles(metrics.total)),
+        latency=_latency(metrics),
         passes=_passes(metrics),
         bytes=moved(loaded),
         stalls=stalls(loaded),
@@ -154,8 +154,8 @@ def _utilisation(planned: PlanResult, from_disk: int, to_device: int, seconds: f
     return Utilisation(link=link, disk=from_disk / seconds / rates.disk_bytes_s)
 
 
-def _percentiles(values: Sequence[float]) -> Percentiles:
-    return Percentiles(*(quantiles(values) or ()))
+def _latency(metrics: Metrics) -> Latency:
+    return Latency(*(Percentiles(*(quantiles(each) or ())) for each in (metrics.ttft, metrics.tpot, metrics.total)))
 
 
 def _passes(metrics: Metrics) -> Passes:
@@ -203,11 +203,15 @@ def merge_summaries(summaries: Sequence[RunSummary], metrics: Metrics, counts: C
     if not summaries:
         return total
     added: RunSummary = _added(summaries)
-    total = replace(added, rows=total.rows, tokens=total.tokens, seconds=seconds, throughput=Throughput())
-    if took := seconds.generate:
-        total.throughput = Throughput(metrics.prompt_tokens / took, metrics.generated_tokens / took)
-    total.latency = Latency(
-        *(Percentiles(*(quantiles(each) or ())) for each in (metrics.ttft, metrics.tpot, metrics.total))
+    total = replace(
+        added,
+        rows=total.rows,
+        tokens=total.tokens,
+        seconds=seconds,
+        throughput=_throughput(metrics, seconds.generate),
+        latency=_latency(metrics),
+        utilisation=Utilisation(),
+        weights=summaries[-1].weights,
     )
     if metrics.passes:
         total.passes.tokens_mean = metrics.pass_tokens / metrics.passes
@@ -219,11 +223,9 @@ def merge_summaries(summaries: Sequence[RunSummary], metrics: Metrics, counts: C
     moved.disk_per_token, moved.device_per_token = per_token
     last = summaries[-1]
     total.kv = replace(total.kv, block=last.kv.block, bytes_per_token=last.kv.bytes_per_token, waste=metrics.waste)
-    total.utilisation = Utilisation()
     counted = total.experts
     total.experts = Experts(counted.held, counted.total, counted.fetched, modes=counted.modes)
     total.experts.unwanted, total.experts.swaps = counted.unwanted, counted.swaps
-    total.weights = last.weights
     rates = [each.predicted.generated_tok_s for each in summaries if each.predicted.generated_tok_s]
     total.predicted = Predicted(generated_tok_s=sum(rates) if rates else None, bottleneck=last.predicted.bottleneck)
     return total

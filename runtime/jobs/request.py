@@ -22,7 +22,7 @@ from ...offload.store.manifest import MANIFEST, read_manifest
 from ..plan.planner import reads_integers
 from ..rows.fields import kwargs_setting
 from ..rows.row import Defaults
-from ..rows.row_formats import rows_as, settled
+from ..rows.row_formats import read_schema, settled, text_or_file
 from ..rows.tables import InputFormat, input_format
 from ..sampling.model_defaults import unset_names
 from ..settings.errors import BadArgument, JobMismatch, SettingError
@@ -355,23 +355,20 @@ def row_defaults_of(options: Mapping[str, Any]) -> Defaults:
     Raises InputUnreadable, MissingExtra, BadArgument.
     """
     given = {**_DEFAULTS, **options}
-    defaults = Defaults(
+    prompt, system, schema = options.get("prompt"), options.get("system"), options.get("schema")
+    return Defaults(
         max_tokens=given["max_tokens"],
         temperature=given["temperature"] or 0.0,
         seed=given["seed"],
         max_thinking_tokens=given["max_thinking_tokens"],
         chat_template_kwargs=_template_variables(given["chat_template_kwargs"]),
         reasoning_effort=given["reasoning_effort"],
-    )
-    prompt, system, schema = options.get("prompt"), options.get("system"), options.get("schema")
-    return rows_as(
-        defaults,
-        options.get("prompt_column"),
-        options.get("id_column"),
-        None if prompt is None else str(prompt),
-        None if system is None else str(system),
-        None if schema is None else Path(schema),
-        options.get("chat"),
+        schema=None if schema is None else read_schema(Path(schema)),
+        prompt_column=options.get("prompt_column"),
+        id_column=options.get("id_column"),
+        prompt=None if prompt is None else text_or_file(str(prompt), "--prompt"),
+        system=None if system is None else text_or_file(str(system), "--system"),
+        chat=options.get("chat"),
     )
 
 

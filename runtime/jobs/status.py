@@ -17,7 +17,7 @@ from platformdirs import user_state_path
 
 from ..settings.applications import hooks
 from ..settings.errors import JobInUse, JobMismatch, JobNotFound, OutputExists, counted
-from .folder import JobFolder, JobLock, is_locked, now_text
+from .folder import JobFolder, JobLock, now_text
 from .journal.journal import Journal, Repaired, read_answer, repair
 from .journal.state import FINISHED, Counts, Done, JobState, read_state
 from .outputs import OutputPaths, check_folder, export_partial
@@ -63,7 +63,7 @@ class JobStatus:
     def read(cls, folder: JobFolder) -> JobStatus:
         """Raises BadJournal, OtherVersion."""
         # The lock first: a job that finishes in between is then read as finished.
-        locked = is_locked(folder)
+        locked = folder.locked
         state = read_state(folder.journal)
         return cls(folder, state, _phase(folder, state, locked))
 
@@ -280,12 +280,10 @@ def find_job(name: str) -> JobFolder:
 
 def job_id_folders(name: str) -> list[JobFolder]:
     """The jobs of this user whose id begins with `name`."""
-    found = {Path(os.path.realpath(link)) for link in _root().glob(f"{_escaped(name)}*")}
+    # Nothing of it is a pattern; of a name without letters and digits there is no job.
+    begin = "".join(character for character in name if character.isalnum()) or "?" * 99
+    found = {Path(os.path.realpath(link)) for link in _root().glob(f"{begin}*")}
     return [folder for folder in map(JobFolder, sorted(found)) if folder.begun]
-
-
-def _escaped(name: str) -> str:
-    return "".join(character for character in name if character.isalnum()) or "?" * 99
 
 
 def _root() -> Path:

@@ -5,10 +5,8 @@ Too small a budget, or arithmetic that overflows, then shows before the first ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
-from copy import deepcopy
-from dataclasses import dataclass
 from itertools import islice
 
 import torch
@@ -23,19 +21,7 @@ from .engine_loader import LoadedEngine
 _DRAWN = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Rehearsed:
-    """What rehearsed passes showed of a model that estimates had to assume.
-
-    `wanted` is the share of a layer's experts that a number of tokens wants together, each of them the second number.
-    `fused`: the library computes whole layers.
-    """
-
-    wanted: Callable[[float, float], float]
-    fused: bool
-
-
-def rehearse(loaded: LoadedEngine, plan: Plan, workload: Workload, tokens: Iterator[int]) -> Rehearsed:
+def rehearse(loaded: LoadedEngine, plan: Plan, workload: Workload, tokens: Iterator[int]) -> None:
     """Runs one pass with as many prompt tokens and sampled rows as the plan allows; the engine is as new afterwards.
 
     Where Triton kernels compute attention, the longest prompt of one pass follows, and a pass that decodes over it and
@@ -65,7 +51,6 @@ def rehearse(loaded: LoadedEngine, plan: Plan, workload: Workload, tokens: Itera
         for launch in attention.warm_up_launches():
             launch.run()
     cache.sharing = shared
-    shown = Rehearsed(deepcopy(loaded.streamed.experts.stats.popularity).wanted_share, bool(loaded.fused))
     loaded.start_counting()
     if failed and plan.dtype == "fp16":
         raise SettingError(
@@ -73,7 +58,6 @@ def rehearse(loaded: LoadedEngine, plan: Plan, workload: Workload, tokens: Itera
             "largest is 65,504; nothing was run. Give --dtype bf16 or --dtype fp32, and another output: this one's job "
             "was begun in fp16."
         )
-    return shown
 
 
 def prompt_tokens(text: Items[int], vocab: int) -> Iterator[int]:

@@ -6,13 +6,12 @@ A pass costs seconds of every resource; a job is a few kinds of passes. `CostMod
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any, Literal
 
 from ...moe.expected_rows import padded_rows, wanted_by
-from ...offload.machine.presets import SHARED_HEADS, TORCH_ATTENTION, sampling_s
 from ...offload.machine.profile import ATTENTION, LATENTS, TOGETHER
 from ...quant.formats.format import CODE_BITS, get_format
 from ..kv.spec import KVSpec
@@ -22,10 +21,9 @@ from ..shape.shards import ModelShards, model_shards
 from .candidate import Candidate, WeightFootprint, fuses, may_fuse
 from .loading_cost import LoadingCost, Prepared, least_loading_s, loading_cost
 from .placement import DEEP_RING_EXPERTS, Placement, Plan, Workload, largest_expert
+from .presets import SHARED_HEADS, TORCH_ATTENTION, sampling_s
 from .rates import INTEGERS, WIDE, Curve, Rates
 
-# The share of a layer's experts that a number of tokens wants together, each of them the second number.
-Wanted = Callable[[float, float], float]
 # Bytes that a layer moves on a device for each number of the hidden states, beside its products: some 25 times.
 NUMBER_NBYTES = 50
 NOTHING_PREPARED = Prepared()
@@ -112,15 +110,11 @@ class _CandidateFormats:
 
 
 class _ModelWork:
-    """A model packed in one weight format, its layers grouped by kind: usually one or two.
+    """A model packed in one weight format, its layers grouped by kind: usually one or two."""
 
-    `wanted` says how many experts tokens want together.
-    """
-
-    def __init__(self, shape: ModelShape, shards: ModelShards, wanted: Wanted) -> None:
+    def __init__(self, shape: ModelShape, shards: ModelShards) -> None:
         self.shape = shape
         self.shards = shards
-        self.wanted = wanted
         kinds = Counter((layer.dense, layer.experts) for layer in shape.layers)
         self.kinds = [_LayerKind(count, *kind) for kind, count in kinds.items()]
         self.attention_width = sum(kind.count * kind.width for kind in self.kinds) / len(shape.layers)
@@ -130,7 +124,7 @@ class _ModelWork:
 
     def least_wanted(self, tokens: float) -> float:
         """The least probability, over all bytes of weights, that a pass of `tokens` needs the byte."""
-        return self.wanted(tokens, self._rarest)
+        return wanted_by(tokens, self._rarest)
 
 
 class _PassCosts:
@@ -182,7 +176,6 @@ class _ComputeCosts:
     ) -> None:
         self._on_device = on_device
         self._shape = model.shape
-        self._wanted = model.wanted
         self._overheads = rates.overheads
         self._fused_overheads = (rates.fused_overheads if fused else None) or rates.overheads
         # Experts of one launch cost what a layer costs.
@@ -235,7 +228,7 @@ class _ComputeCosts:
     def _union(self, kind: _LayerKind, tokens: float) -> float:
         """The experts of a layer that tokens want together."""
         experts = kind.experts
-        return experts.count * self._wanted(tokens, experts.per_token / experts.count) if experts else 0.0
+        return experts.count * wanted_by(tokens, experts.per_token / experts.count) if experts else 0.0
 
     def _attention(self, load: _PassLoad) -> float:
         """Seconds of attention over earlier tokens. Keys and values are read once for a chunk."""
@@ -290,7 +283,7 @@ class _Streamed:
     """Bytes that a pass brings over one link: dense shards that are not held, and wanted experts that are not."""
 
     def __init__(self, model: _ModelWork, held: Placement) -> None:
-        shape, shards, self._wanted = model.shape, model.shards, model.wanted
+        shape, shards = model.shape, model.shards
         self._dense = sum(layer.dense.nbytes for layer in shards.layers[held.held_dense :])
         # By the share of a layer's experts that a token asks for: bytes, and how many.
         self._experts: Counter[float] = Counter()
@@ -302,11 +295,11 @@ class _Streamed:
                 self._counts[share] += packed.num_experts - count
 
     def nbytes(self, tokens: float) -> float:
-        return self._dense + sum(nbytes * self._wanted(tokens, share) for share, nbytes in self._experts.items())
+        return self._dense + sum(nbytes * wanted_by(tokens, share) for share, nbytes in self._experts.items())
 
     def arrivals(self, tokens: float) -> float:
         """Experts that are read."""
-        return sum(count * self._wanted(tokens, share) for share, count in self._counts.items())
+        return sum(count * wanted_by(tokens, share) for share, count in self._counts.items())
 
 
 Resource = Literal["disk", "link", "compute", "host"]
@@ -479,22 +472,17 @@ class _Passes:
 class CostModel:
     """The cost of passes and jobs of a model on a machine, from its rates.
 
-    `factors` multiply the seconds of resources, in every weight format. `wanted` is the share of a layer's experts that
-    tokens want together; by default they choose independently, and every expert is as likely. What no budget changes is
-    kept, so requests that are made from each other share one cost model.
+    `factors` multiply the seconds of resources, in every weight format. Tokens are expected to choose experts
+    independently, and every expert is as likely. What no budget changes is kept, so requests that are made from each
+    other share one cost model.
     """
 
     def __init__(
-        self,
-        shape: ModelShape,
-        rates: Rates | None = None,
-        factors: Mapping[str, float] | None = None,
-        wanted: Wanted = wanted_by,
+        self, shape: ModelShape, rates: Rates | None = None, factors: Mapping[str, float] | None = None
     ) -> None:
         self.shape = shape
         self.rates = rates or Rates()
         self.factors = factors or {}
-        self.wanted = wanted
         self._weights: dict[tuple[object, ...], WeightFootprint] = {}
         self._works: dict[tuple[str, str], _ModelWork] = {}
         self._passes: dict[tuple[object, ...], list[_Passes]] = {}
@@ -574,5 +562,5 @@ class CostModel:
     def _work(self, quant: str, dtype: str, shards: ModelShards | None) -> _ModelWork:
         key = quant, dtype
         if key not in self._works:
-            self._works[key] = _ModelWork(self.shape, shards or model_shards(self.shape, quant, dtype), self.wanted)
+            self._works[key] = _ModelWork(self.shape, shards or model_shards(self.shape, quant, dtype))
         return self._works[key]

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ...offload.memory import KEPT_NBYTES
+from ...offload.typed_json import read_as
 from ..settings.errors import DoesNotFit
 from ..settings.settings import GIB, MIB, MemoryBudget
 from ..shape.model_shape import ModelShape
@@ -96,11 +97,6 @@ class Placement:
     def nbytes(self, shards: ModelShards) -> int:
         """Bytes of memory that weights take: held, and in flight."""
         return self.held_nbytes(shards) + self.dense_ring + self.expert_ring
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Placement:
-        """The inverse of `dataclasses.asdict`."""
-        return cls(**{**content, "held_experts": tuple(content["held_experts"])})
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,19 +210,9 @@ class Plan:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Plan:
-        """The inverse of `as_dict`. Raises TypeError or KeyError for anything else."""
-        staging = content["staging"]
-        if staging is not None:
-            staging = HostStaging(**{**staging, "placement": Placement.from_json(staging["placement"])})
-        built: dict[str, Any] = {
-            "kv_blocks": tuple(content["kv_blocks"]),
-            "parked_blocks": tuple(content["parked_blocks"]),
-            "notes": tuple(content["notes"]),
-            "placement": Placement.from_json(content["placement"]),
-            "budget": MemoryBudget.from_json(content["budget"]),
-            "staging": staging,
-        }
-        return cls(**{**content, **built})
+        """The inverse of `as_dict`. Raises ValueError, TypeError or KeyError for anything else."""
+        plan: Plan = read_as(cls, content)
+        return plan
 
 
 def choose_placement(shards: ModelShards, free_nbytes: int, expert_ring: int = 0) -> Placement | None:

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 from platformdirs import user_state_path
 
 from ...offload.atomic_file import own_name, write_atomically
 from ...offload.machine.hardware import Hardware
+from ...offload.typed_json import read_as
 from ...quant.kernels.gpu import Lacks
 from ..settings.errors import SettingError
 from ..settings.settings import GIB, Settings
@@ -33,6 +34,11 @@ MOST_KEPT = 200
 # What a job does beside bare passes (sampling, text, the journal, caches that they empty) is in no profile. First jobs
 # took 1.05 to 1.7 times the time of compute alone, the middle one a quarter more (bench/results/log.md).
 BESIDE_PASSES = MappingProxyType({"compute": 1.25})
+
+
+Amount = Annotated[float, lambda value: 0 <= value < math.inf]
+Ratio = Annotated[float, lambda value: 0 < value < math.inf]
+Count = Annotated[int, lambda value: value >= 0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +56,12 @@ class PastRun:
     shape: str
     formats: str
     bottleneck: str
-    ratio: float
-    predicted_tok_s: float
-    measured_tok_s: float
-    predicted_peak_nbytes: int
-    measured_peak_nbytes: int
-    loading_ratio: float = 0.0
+    ratio: Ratio
+    predicted_tok_s: Amount
+    measured_tok_s: Amount
+    predicted_peak_nbytes: Count
+    measured_peak_nbytes: Count
+    loading_ratio: Amount = 0.0
 
 
 def history_path() -> Path:
@@ -124,23 +130,9 @@ def _read(path: Path) -> list[PastRun]:
         document = json.loads(path.read_bytes())
         if document["schema"] != RUNS_SCHEMA:
             return []
-        return [_record(content) for content in document["runs"]][:MOST_KEPT]
+        return [read_as(PastRun, content) for content in document["runs"]][:MOST_KEPT]
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return []
-
-
-def _record(content: Mapping[str, Any]) -> PastRun:
-    """Raises ValueError or TypeError for what `keep` did not write."""
-    record = PastRun(**content)
-    for field in fields(PastRun):
-        value = getattr(record, field.name)
-        if field.type == "str" and not isinstance(value, str):
-            raise ValueError(f"{field.name} is {value!r}")
-        if field.type != "str" and not (isinstance(value, int | float) and 0 <= value < math.inf):
-            raise ValueError(f"{field.name} is {value!r}")
-    if not record.ratio:
-        raise ValueError("a ratio of 0")
-    return record
 
 
 SCHEMA = "moedge.plan/4"

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from ...offload.machine import presets
 from ...offload.machine.profile import FlopRates, Machine, Overheads
+from . import presets
 from .loading_cost import LoadingSpeeds
 
 # Rates of a machine without a profile: slow, so that a plan promises too little (docs/dev/internals.md).

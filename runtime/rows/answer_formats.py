@@ -248,19 +248,12 @@ class Answers:
 
     def answer(self, row: Row, completions: Sequence[Completion]) -> str:
         """`completions` in the order of `row.choices()`, one for each."""
-        wanted = len(row.prompts) * row.num_samples
-        if len(completions) != wanted:
-            raise ValueError(f"row {row.id!r} has {wanted} choices, found {len(completions)} completions")
         if row.short:
-            return _dump(short_answer(row, completions, self._token_text))
-        return _dump(openai_answer(row, completions, self._model, self._created, self._token_text))
+            return _ENCODER.encode(short_answer(row, completions, self._token_text))
+        return _ENCODER.encode(openai_answer(row, completions, self._model, self._created, self._token_text))
 
     def failure(self, failure: RowFailure) -> str:
-        return _dump((short_failure if failure.short else openai_failure)(failure))
-
-
-def _dump(answer: dict[str, Any]) -> str:
-    return _ENCODER.encode(answer)
+        return _ENCODER.encode((short_failure if failure.short else openai_failure)(failure))
 
 
 # ASCII, because readers that split lines the Unicode way would cut an answer at U+2028.

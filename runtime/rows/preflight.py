@@ -3,7 +3,7 @@
 import os
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from io import BufferedReader
@@ -24,9 +24,6 @@ class Problems:
 
     total: int
     first: tuple[RowFailure, ...]
-
-    def lines(self, unit: str) -> Iterator[str]:
-        yield from (located(failure, unit) for failure in self.first)
 
 
 def located(failure: RowFailure, unit: str) -> str:
@@ -74,7 +71,8 @@ class Preflight:
         """A report for the user: the counts, then the errors that refuse the input, then the others."""
         if any(failure.code is ErrorCode.EMPTY_FILE for failure in self.file_problems.first):
             return f"{self.path} contains no rows"
-        text = [f"{self.path}: {counted(self.num_rows, 'row')}: {self._counts()}", *self.file_problems.lines(self.unit)]
+        text = [f"{self.path}: {counted(self.num_rows, 'row')}: {self._counts()}"]
+        text += [located(failure, self.unit) for failure in self.file_problems.first]
         marked = not lenient and self.line_problems.total > 0
         listed = self._listed(lenient)
         for failure in listed:
@@ -111,9 +109,9 @@ class Preflight:
         )
 
 
-def preflight(path: str | os.PathLike[str], defaults: Defaults, max_listed: int = MAX_LISTED) -> Preflight:
+def preflight(path: str | os.PathLike[str], defaults: Defaults) -> Preflight:
     """Memory is one line and about 180 bytes per row, most of it for the ids. Raises `InputUnreadable`."""
-    tally = _Tally(max_listed)
+    tally = _Tally()
     with open_regular(path) as file:
         hashing = HashingReader(file)
         for row in rows_from(BufferedReader(hashing, _BUFFER_NBYTES), defaults, index=tally.index):
@@ -136,10 +134,9 @@ def file_fingerprint(path: str | os.PathLike[str]) -> Fingerprint:
 
 
 class _Tally:
-    def __init__(self, max_listed: int) -> None:
+    def __init__(self) -> None:
         self.num_rows = 0
         self.index = RowIndex()
-        self._max_listed = max_listed
         self._bad_rows = array("Q")
         self._rows: Counter[Endpoint] = Counter()
         self._codes: Counter[ErrorCode] = Counter()
@@ -172,7 +169,7 @@ class _Tally:
     def _note(self, failure: RowFailure) -> None:
         self._codes[failure.code] += 1
         listed = self._first[failure.code.severity]
-        if len(listed) < self._max_listed:
+        if len(listed) < MAX_LISTED:
             listed.append(failure)
 
     def _problems(self, severity: Severity) -> Problems:

@@ -305,12 +305,6 @@ def parse_object(line: bytes) -> dict[str, Any]:
     return value
 
 
-def parse_again(line: bytes) -> dict[str, Any]:
-    """Parses again a line that `parse_object` has accepted, without its checks."""
-    value: dict[str, Any] = json.loads(line.decode("utf-8"))
-    return value
-
-
 def _decode(text: str) -> Any:
     try:
         return _DECODER.decode(text)

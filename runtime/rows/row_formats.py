@@ -358,27 +358,6 @@ def read_schema(path: Path) -> str:
     return schema
 
 
-def rows_as(
-    defaults: Defaults,
-    prompt_column: str | None,
-    id_column: str | None,
-    prompt: str | None,
-    system: str | None,
-    schema: Path | None,
-    chat: bool | None,
-) -> Defaults:
-    """The defaults of rows, with what their prompts are made of. Raises InputUnreadable, MissingExtra."""
-    return replace(
-        defaults,
-        prompt_column=prompt_column,
-        id_column=id_column,
-        prompt=None if prompt is None else text_or_file(prompt, "--prompt"),
-        system=None if system is None else text_or_file(system, "--system"),
-        schema=None if schema is None else read_schema(schema),
-        chat=chat,
-    )
-
-
 def _read(path: Path, option: str) -> str:
     try:
         with path.open("rb") as file:

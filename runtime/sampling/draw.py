@@ -75,10 +75,6 @@ class Draw:
     forbidden: tuple[int, ...] = ()
     forced: int | None = None
 
-    def __post_init__(self) -> None:
-        if self.history is None and self.params.penalised:
-            raise ValueError("A draw with penalties has no token history; pass the TokenHistory of its sequence.")
-
     @property
     def is_argmax(self) -> bool:
         """Whether the row's token is that of the first largest logit, without changes to the logits."""

@@ -296,10 +296,8 @@ class Sampler:
         """Draws one token for each row of `logits` [B, V], of any dtype and on any device; does not change them.
 
         A row gets `NO_TOKEN` and no logprobs if its logits contain NaN or +inf, or only -inf where its mask allows
-        tokens. Raises ValueError unless there is one draw per row.
+        tokens.
         """
-        if len(draws) != len(logits):
-            raise ValueError(f"Got logits of {len(logits)} rows and {len(draws)} draws; pass one draw per row.")
         masked = frozenset(masks.rows) if masks is not None else frozenset()
         drawn = [row for row, draw in enumerate(draws) if row not in masked and not draw.is_argmax]
         whole = len(drawn) + len(masked) == len(draws)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from ...offload.budget import BadSize, auto_device, auto_host, gib, parse_size
 from ...offload.machine.hardware import Hardware
@@ -107,15 +106,6 @@ class MemoryBudget:
         if tier == "host" or self.device is None:
             return replace(self, host_nbytes=nbytes)
         return replace(self, device=replace(self.device, nbytes=nbytes))
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> MemoryBudget:
-        """The inverse of `dataclasses.asdict`. Raises TypeError or KeyError for anything else."""
-        device = content["device"]
-        if device is not None:
-            capability, processors, lacks = device["gpu"]
-            device = DeviceBudget(**{**device, "gpu": Gpu(tuple(capability), processors, Lacks(*lacks))})
-        return cls(**{**content, "device": device})
 
 
 def within(option: str, text: str, nbytes: int, total: int) -> int:

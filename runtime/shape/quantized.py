@@ -227,7 +227,7 @@ def _fbgemm(files: _Files, entry: TensorEntry) -> QuantizedWeight | None:
 
 def _scaled_bytes(
     files: _Files, entry: TensorEntry, scale: TensorEntry, schemes: list[Scheme], numbers: str,
-    zero: TensorEntry | None = None, shape: TensorEntry | None = None,
+    zero: TensorEntry | None = None,
 ) -> QuantizedWeight:  # fmt: skip
     """A weight of a byte each, whose scales (and zero points) form a grid over its last two dimensions."""
     *stack, rows, columns = _matrix(entry, 2, 3)
@@ -252,7 +252,7 @@ def _scaled_bytes(
     _check(zero, ("I8",), scale.shape)
     names = {"e4m3": "mxfp8" if scale.dtype in _EXPONENTS and exponents else "fp8", "int": "int8"}
     text = "" if names[numbers] == "mxfp8" else f" {_group_text(scheme.group)}"
-    parts = {"codes": entry, "scale": scale, "zero": zero, "shape": shape}
+    parts = {"codes": entry, "scale": scale, "zero": zero}
     return files.weight(entry.name, entry.shape, ("bytes", numbers, 8), scheme.group, parts, names[numbers] + text)
 
 

@@ -105,7 +105,6 @@ def open_source(name: str, tokenizer: bool = True) -> Iterator[ModelSource]:
         yield ModelSource(name, folder, read_shape(folder))
         return
     from ...offload.store.store import Store
-    from ..shape.model_shape import shape_from_json
     from .stored_model import extract_files
 
     with tempfile.TemporaryDirectory(prefix="moedge-") as small:

@@ -239,10 +239,8 @@ class TextStream:
         self, detokenizer: Detokenizer, stops: Sequence[str] = (), *, min_tokens: int = 0, drop_newlines: bool = False
     ) -> None:
         """No stop string ends the text in its first `min_tokens` tokens; `drop_newlines` leaves out those it begins
-        with. Raises ValueError for an empty stop string, which would end every text before it begins.
+        with. No stop string is empty: it would end every text before it begins.
         """
-        if "" in stops:
-            raise ValueError("A stop string is empty; leave it out, or give the characters to stop at.")
         self._detokenizer = detokenizer
         self._stops = tuple(stops)
         self._settled: list[str] = []

@@ -183,7 +183,8 @@ class Encoder:
         """Raises `TokenizerError` if what the tokenizer adds around a text cannot be distinguished from the text."""
         self._backend = backend
         self._control_ids = control_ids
-        self._with_controls = _after_newline(self.prompt)
+        # For text from the middle of an answer, in which the names of control tokens are control tokens.
+        self.middle = _after_newline(self.prompt)
         self._plain = _after_newline(PlainText(backend).ids)
         self._prefix, self._suffix = _affixes(backend)
 
@@ -195,10 +196,6 @@ class Encoder:
         """The ids of a rendered prompt without imitations: its template has written what belongs around it."""
         return list(bounded_encoding(self._backend, text).ids)
 
-    def middle(self, text: str) -> list[int]:
-        """The ids of text from the middle of an answer, in which the names of control tokens are control tokens."""
-        return self._with_controls(text)
-
     def pieces(self, pieces: Iterable[Piece], affixes: bool) -> list[int]:
         """The ids of `pieces` one after the other; `affixes` adds what the tokenizer adds around a text."""
         literal = cache(self._literal)
@@ -207,7 +204,7 @@ class Encoder:
             if piece.literal:
                 ids += literal(piece.text)
             else:
-                ids += self._with_controls(piece.text) if index else self.prompt(piece.text)
+                ids += self.middle(piece.text) if index else self.prompt(piece.text)
         return ids + self._suffix if affixes else ids
 
     def _literal(self, text: str) -> list[int]:

@@ -31,7 +31,8 @@ class WeightMemory:
         self.held = self._cut([key for key in self._nbytes if _keeps(held, key)])
         kept = [key for key in self._nbytes if _keeps(staging or held, key)]
         self.staged = self._cut([key for key in kept if key not in self.held])
-        self._held_bytes = _allocate(_end(self.held), device)
+        size = _end(self.held)
+        self._held_bytes = HostMemory(size).bytes if device is None else device.allocate(size)
         self.slab = HostMemory(_end(self.staged))
         self._bounce: HostMemory | None = None
 
@@ -133,7 +134,3 @@ def _keeps(placement: Placement, key: ShardKey) -> bool:
 
 def _end(cut: dict[ShardKey, slice]) -> int:
     return max((run.stop for run in cut.values()), default=0)
-
-
-def _allocate(nbytes: int, device: Device | None) -> torch.Tensor:
-    return HostMemory(nbytes).bytes if device is None else device.allocate(nbytes)

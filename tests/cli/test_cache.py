@@ -57,9 +57,7 @@ def test_a_row_that_alone_exceeds_the_cache_fails_and_is_counted_before_the_run(
     tmp_path: Path,
 ) -> None:
     """The budget is a few blocks more than the short rows need: everything else is a constant here."""
-    from moedge.moe.expected_rows import wanted_by
     from moedge.runtime.jobs import lifecycle
-    from moedge.runtime.loading.rehearsal import Rehearsed
     from moedge.runtime.plan.memory_ledger import MemoryLedger
     from moedge.runtime.plan.placement import Workload
     from moedge.runtime.plan.planner import budget_range
@@ -76,7 +74,7 @@ def test_a_row_that_alone_exceeds_the_cache_fails_and_is_counted_before_the_run(
         return plan_job(source, settings, budgets, replace(budget, host_nbytes=smallest), job)
 
     monkeypatch.setattr(lifecycle, "plan_job", tight)
-    monkeypatch.setattr(lifecycle, "rehearse", lambda *arguments: Rehearsed(wanted_by, False))
+    monkeypatch.setattr(lifecycle, "rehearse", lambda *arguments: None)
     # This process has held more than such a budget before.
     monkeypatch.setattr(MemoryLedger, "check", lambda self: None)
     out = tmp_path / "out.jsonl"

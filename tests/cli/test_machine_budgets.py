@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from moedge.offload.machine import presets
 from moedge.offload.machine.profile import Machine, save_machine
 from moedge.offload.store.stores import RESERVE_NBYTES
 from moedge.runtime.jobs import job_plan
+from moedge.runtime.plan import presets
 from moedge.runtime.settings import settings
 from support import recorded_machine
 from support.recorded_machine import CONFIG, GIB, RECORDED

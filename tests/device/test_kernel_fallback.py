@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from moedge.apps.doctor.kernels import check_kernels
-from moedge.moe.expected_rows import wanted_by
 from moedge.offload.machine.hardware import Hardware
 from moedge.quant.kernels.gpu import Gpu, Lacks
 from moedge.quant.kernels.product import Launch
@@ -24,7 +23,6 @@ from moedge.runtime.jobs import lifecycle
 from moedge.runtime.loading import engine_loader as load
 from moedge.runtime.loading import machine_memory as tiers
 from moedge.runtime.loading import selftest
-from moedge.runtime.loading.rehearsal import Rehearsed
 from moedge.runtime.loading.selftest import KernelNeeds
 from moedge.runtime.plan.cost_model import CostModel
 from moedge.runtime.plan.placement import Plan, Workload
@@ -65,11 +63,10 @@ def run_job(model: Path, folder: Path, fake: Any, *options: str) -> tuple[int, l
     write_rows(rows, [{"prompt": "a b c", "max_tokens": 3}])
     arguments = ["batch", str(model), str(rows), "-o", str(out), *EXACT, *options]
 
-    def rehearse(*_: Any) -> Rehearsed:
+    def rehearse(*_: Any) -> None:
         """In its place, so that the launches which are counted are those of passes."""
         if fake:
             fake.launched.clear()
-        return Rehearsed(wanted_by, False)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))

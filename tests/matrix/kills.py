@@ -43,7 +43,7 @@ from support.jobs import fake_engine
 from support.killing import finish, killed, start
 
 MODEL = Path(__file__).parents[2] / "examples" / "tiny_moe" / "model"
-FAKED = [(states, name) for name in ("Tokenizer", "as_rehearsed", "summarise", "with_workload", "expert_use")] + [
+FAKED = [(states, name) for name in ("Tokenizer", "summarise", "with_workload", "expert_use")] + [
     (lifecycle, name)
     for name in ("plan_job", "load_engine", "load_with_fallback", "FallbackPolicy", "rehearse", "store_for")
 ] + [(ledger, "open_source"), (requests, "_model"), (job_plan, "refuse_too_small")]  # fmt: skip

@@ -18,9 +18,3 @@ def test_it_is_the_mean_over_random_choices(tokens: int) -> None:
 def test_one_token_wants_its_own_and_many_want_all() -> None:
     assert expected_union(1, 8, 64) == pytest.approx(8)
     assert expected_union(1e6, 8, 64) == pytest.approx(64)
-
-
-def test_skewed_choices_want_fewer() -> None:
-    shares = [1.6] * 0 + [0.8] * 8 + [1.6 / 56] * 56
-    assert sum(shares) == pytest.approx(8)
-    assert expected_union(8, 8, 64, shares) < expected_union(8, 8, 64) - 10

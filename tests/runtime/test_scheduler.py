@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moedge.apps.serve.policy import interactive_first
 from moedge.runtime.engine.engine import Engine
 from moedge.runtime.engine.scheduler import PassLimits, Scheduler
 from moedge.runtime.engine.sequence import Batch, Sequence, TokenChunk
@@ -77,7 +78,9 @@ def make_engine(
     pools = [KVPool(spec, count) for spec, count in zip(specs, (blocks, windowed or blocks), strict=True)]
     host = [torch.zeros(parked, spec.block_nbytes, dtype=torch.uint8) for spec in specs] if parked else None
     cache = KVCache(pools, sharing=sharing, host_slots=host)
-    return Engine(FakeModel(cache), Scheduler(limits, cache), Sampler())
+    scheduler = Scheduler(limits, cache)
+    scheduler.policy = interactive_first
+    return Engine(FakeModel(cache), scheduler, Sampler())
 
 
 def alone(prompt: list[int], count: int) -> list[int]:
@@ -379,14 +382,14 @@ def test_tokens_do_not_depend_on_interactive_sequences_beside_them(
     while coming or engine.busy:
         while coming and coming[0][0] <= passes:
             _, interactive, (prompt, count, number) = coming.pop(0)
-            first, *forks = [Sequence(prompt, SequenceSampling(count), interactive=interactive) for _ in range(number)]
+            first, *forks = [Sequence(prompt, SequenceSampling(count), urgent=interactive) for _ in range(number)]
             first.forks = forks
             samples.append(([first, *forks], prompt, count))
             engine.add(first)
         if engine.busy:
             engine.step()
         passes += 1
-        kinds = [sequence.interactive for sequence in engine.scheduler.running]
+        kinds = [sequence.urgent for sequence in engine.scheduler.running]
         assert kinds == sorted(kinds, reverse=True)
         assert passes < limit, "the schedule does not end"
     for sequences, prompt, count in samples:
@@ -395,7 +398,7 @@ def test_tokens_do_not_depend_on_interactive_sequences_beside_them(
 
 
 def tokens_of(batch: Batch, interactive: bool) -> int:
-    return sum(chunk.count for chunk in batch.chunks if chunk.sequence.interactive == interactive)
+    return sum(chunk.count for chunk in batch.chunks if chunk.sequence.urgent == interactive)
 
 
 def test_interactive_sequences_take_the_next_pass_and_at_most_half_of_it() -> None:
@@ -407,8 +410,8 @@ def test_interactive_sequences_take_the_next_pass_and_at_most_half_of_it() -> No
     for _ in range(4):
         engine.step()
     assert len(engine.scheduler.running) == 8
-    chats = [Sequence([40, index] * 2, SequenceSampling(5), interactive=True) for index in range(2)]
-    long = Sequence([41] * 30, SequenceSampling(5), interactive=True)
+    chats = [Sequence([40, index] * 2, SequenceSampling(5), urgent=True) for index in range(2)]
+    long = Sequence([41] * 30, SequenceSampling(5), urgent=True)
     for chat in (*chats, long):
         engine.add(chat)
     engine.step()
@@ -417,7 +420,7 @@ def test_interactive_sequences_take_the_next_pass_and_at_most_half_of_it() -> No
         engine.step()
         batch = engine.model.batches[-1]
         assert tokens_of(batch, interactive=True) <= 8
-        assert any(not chunk.sequence.interactive for chunk in batch.chunks)
+        assert any(not chunk.sequence.urgent for chunk in batch.chunks)
     assert all(chat.finished for chat in (*chats, long))
     assert long.output_ids == alone([41] * 30, 5)
     for sequence in engine.run():
@@ -428,18 +431,18 @@ def test_interactive_sequences_take_the_next_pass_and_at_most_half_of_it() -> No
 def test_without_a_batch_interactive_sequences_have_every_slot() -> None:
     engine = make_engine(60, PassLimits(16, 8))
     for index in range(8):
-        engine.add(Sequence([index, 1], SequenceSampling(3), interactive=True))
+        engine.add(Sequence([index, 1], SequenceSampling(3), urgent=True))
     engine.step()
     assert len(engine.model.batches[-1].sampling) == 8
 
 
 def test_one_that_is_dropped_leaves_its_blocks_to_others() -> None:
     engine = make_engine(30, PassLimits(16, 4))
-    kept, *dropped = [Sequence([index, 1, 2], SequenceSampling(9), interactive=index > 0) for index in range(6)]
+    kept, *dropped = [Sequence([index, 1, 2], SequenceSampling(9), urgent=index > 0) for index in range(6)]
     for sequence in (kept, *dropped):
         engine.add(sequence)
     engine.step()
     engine.scheduler.abort(lambda sequence: sequence in dropped)
-    assert (engine.scheduler.running, list(engine.scheduler.arriving)) == ([kept], [])
+    assert (engine.scheduler.running, list(engine.scheduler.urgent)) == ([kept], [])
     assert [sequence.output_ids for sequence in engine.run()] == [alone([0, 1, 2], 9)]
     assert all(group.allocator.num_available == group.allocator.num_blocks for group in engine.scheduler.cache.groups)

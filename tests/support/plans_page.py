@@ -10,9 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from moedge.offload.machine import presets
 from moedge.offload.machine.hardware import Hardware
 from moedge.offload.machine.profile import Disk, DiskRead, LoadingRates, Machine
+from moedge.runtime.plan import presets
 from moedge.runtime.plan.cost_model import CostModel
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import PlanRequest, PlanResult, solve
@@ -48,8 +48,8 @@ A test makes the page again and compares.
 
 | what | where it is from |
 |---|---|
-| memory, bandwidth, peak, clock, PCIe | data sheets (`offload/machine/presets.py`) |
-| instructions, launches, calls, bytes | counted in this code, without a GPU (`offload/machine/presets.py`) |
+| memory, bandwidth, peak, clock, PCIe | data sheets (`runtime/plan/presets.py`) |
+| instructions, launches, calls, bytes | counted in this code, without a GPU (`runtime/plan/presets.py`) |
 | microseconds of Python | measured on a Zen 5, times 1.5 |
 | what kernels reach of a data sheet | [measured on an H100](../../bench/results/gpu.md#on-an-h100), taken for all |
 | the disk (3 GB/s) and the processor that packs weights | round numbers |

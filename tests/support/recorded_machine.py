@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 from moedge.offload.machine.hardware import GpuInfo, Hardware
-from moedge.offload.machine.presets import OVERHEADS
 from moedge.offload.machine.profile import (
     Disk,
     DiskRead,
@@ -17,6 +16,7 @@ from moedge.offload.machine.profile import (
     Overheads,
     PinLimit,
 )
+from moedge.runtime.plan.presets import OVERHEADS
 
 GIB = 1 << 30
 PACK = {"none": 3e9, "int8": 1e9, "int4": 2e8, "nf4": 2e8}

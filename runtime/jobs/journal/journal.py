@@ -15,10 +15,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from ....offload.atomic_file import AtomicFile, rename, write_atomically
+from ....offload.closing import Closing
 from ...rows.row import Row
 from ...settings.errors import BadJournal, JournalFailed
 from .state import (
@@ -87,7 +87,7 @@ class Committer:
     def written(self, mark: Mark) -> None:
         """Tells that the file reaches up to `mark`. Raises JournalFailed once the disk has failed."""
         with self._work:
-            self._raise_failure()
+            self.check()
             self._written = mark
             self._work.notify()
 
@@ -97,13 +97,9 @@ class Committer:
             self._urgent = True
             self._hurry.notify()
             while self._synced != self._written:
-                self._raise_failure()
+                self.check()
                 self._settled.wait()
-            self._raise_failure()
-
-    def check(self) -> None:
-        """Raises JournalFailed once the disk has failed."""
-        self._raise_failure()
+            self.check()
 
     def close(self) -> None:
         """Ends the thread; what was not synchronized may be lost with the power, and with it only."""
@@ -136,7 +132,8 @@ class Committer:
             self._failure = failure
             self._settled.notify_all()
 
-    def _raise_failure(self) -> None:
+    def check(self) -> None:
+        """Raises JournalFailed once the disk has failed."""
         if self._failure is not None:
             # The kernel may have dropped the pages it could not write: a second fsync would report success for them.
             raise JournalFailed(
@@ -227,7 +224,7 @@ class RecordFile:
         )
 
 
-class Journal:
+class Journal(Closing):
     """Appends from one thread; a row counts once `committed` includes it. `state` covers what is written so far."""
 
     def __init__(self, path: Path, ballast: Path | None = None) -> None:
@@ -301,14 +298,6 @@ class Journal:
     def close(self) -> None:
         self._committer.close()
         os.close(self._descriptor)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _append(self, kind: Kind, **content: Any) -> None:
         self._committer.check()

@@ -332,7 +332,8 @@ class FusedLayer:
         rows, (cos, sin) = hidden.shape[1], named["position_embeddings"]
         composed = self._composed
         if composed is None or composed.rotary != cos.shape[-1]:
-            composed = self._composed = self._compose(cos.shape[-1])
+            steps = self.steps(cos.shape[-1])
+            composed = self._composed = _Composed(cos.shape[-1], steps, Steps(steps.before), Steps(steps.behind))
         packed, out = named["packed"], torch.empty_like(hidden)
         composed.steps.reads(hidden.data_ptr(), cos.data_ptr(), sin.data_ptr())
         composed.before.run(rows, self._compute.call_on_all)
@@ -355,10 +356,6 @@ class FusedLayer:
     def steps(self, rotary: int, block: int = 1) -> LayerSteps:
         """Steps of this layer for a rotary embedding of that many elements."""
         return LayerSteps(self.parts, self.buffers, self.routed, self._table, rotary, block, self._compute.integer)
-
-    def _compose(self, rotary: int) -> _Composed:
-        composed = self.steps(rotary)
-        return _Composed(rotary, composed, Steps(composed.before), Steps(composed.behind))
 
     def count(self, rows: int) -> None:
         """Counts a pass and what was routed in it, as the seam does."""

@@ -3,7 +3,7 @@
     PYTHONPATH=tests python -m matrix.compiling.instructions 89 90
 
 prints, as JSON, instructions of all threads in the hot loop (the longest one) over the elements that it decodes, for
-GPUs of these architectures. `offload/machine/presets.py` has the figures; needs no GPU.
+GPUs of these architectures. `runtime/plan/presets.py` has the figures; needs no GPU.
 """
 
 from __future__ import annotations

@@ -169,11 +169,6 @@ def test_different_rows_have_different_ids_of_three_kinds(read: Make) -> None:
     assert len({name.rpartition("_")[2].rpartition("-")[2] for name in ids}) == 150
 
 
-def test_a_row_has_as_many_completions_as_choices(chat: Make) -> None:
-    with pytest.raises(ValueError, match="2 choices, found 1"):
-        ANSWERS.answer(chat(n=2), [completion()])
-
-
 @pytest.mark.parametrize(
     ("code", "status", "kind"),
     [

@@ -1,4 +1,4 @@
-"""What a job's first estimate is made of: a machine that is measured in time, and what the rehearsal showed."""
+"""What a job's first estimate is made of: a machine that is measured in time."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -6,18 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from moedge.moe.expected_rows import wanted_by
 from moedge.offload.machine.hardware import Hardware
 from moedge.offload.machine.profile import Disk, DiskRead, LoadingRates, Machine, Overheads
 from moedge.quant.native import library
 from moedge.runtime.jobs import job_plan
-from moedge.runtime.jobs.job_plan import as_rehearsed, plan_job
-from moedge.runtime.loading.rehearsal import Rehearsed
-from moedge.runtime.plan.cost_model import CostModel
+from moedge.runtime.jobs.job_plan import plan_job
 from moedge.runtime.plan.loading_cost import LoadingSpeeds
 from moedge.runtime.plan.placement import Workload
-from moedge.runtime.plan.planner import PlanRequest, PlanResult, solve
-from moedge.runtime.plan.rates import Rates, rates_of
+from moedge.runtime.plan.rates import rates_of
 from moedge.runtime.settings.settings import Budgets, MemoryBudget, Settings
 from moedge.runtime.source.model_source import open_source
 from support.known_shapes import plain_model
@@ -69,36 +65,6 @@ def test_a_checkpoint_is_read_as_fast_as_older_files() -> None:
     assert LoadingSpeeds.of(MEASURED).read_bytes_s == 1.2e9
     slow = replace(DISK, reads=(DiskRead(8 << 20, 1, 3e8), DiskRead(8 << 20, 8, 2e9)))
     assert LoadingSpeeds.of(replace(MEASURED, disk=slow)).read_bytes_s == 3e8
-
-
-def streamed(**found: object) -> PlanResult:
-    """Sixteen sequences, whose experts stream at 1 GB/s."""
-    rates = Rates(1e9, otherwise={1: 1e12}, overheads=Overheads(1e-9, 1e-9, 1e-9, 1e-9, 1e-9, 1e-9))
-    return solve(
-        PlanRequest(
-            costs=CostModel(plain_model(), rates),
-            workload=Workload(16, 64, 64, 16 * 2, 16 * 62),
-            budget=MemoryBudget(3 * GIB),
-            settings=Settings(quant="none"),
-            **found,  # type: ignore[arg-type]
-        )
-    )
-
-
-def test_the_routing_of_the_rehearsal_is_in_the_estimate() -> None:
-    chosen = streamed()
-    assert chosen.prediction.bottleneck == "disk"
-    fewer = as_rehearsed(chosen, chosen.plan, Rehearsed(lambda tokens, share: 0.5 * wanted_by(tokens, share), False))
-    assert fewer.disk_nbytes == pytest.approx(chosen.prediction.disk_nbytes / 2, rel=1e-3)
-    assert fewer.seconds == pytest.approx(chosen.prediction.seconds / 2, rel=1e-3)
-
-
-def test_what_earlier_runs_taught_is_kept() -> None:
-    chosen = streamed(corrections={"generating": 0.7})
-    assert (
-        as_rehearsed(chosen, chosen.plan, Rehearsed(lambda tokens, share: 0.5 * wanted_by(tokens, share), False))
-        == chosen.prediction
-    )
 
 
 def test_assumed_packing_is_that_of_the_library_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from moedge.runtime.jobs import lifecycle
 from moedge.runtime.jobs import request as requests
 from moedge.runtime.jobs import session as sessions
 from moedge.runtime.jobs import stop as ending
-from moedge.runtime.jobs.folder import JobFolder, JobLock, is_locked
+from moedge.runtime.jobs.folder import JobFolder, JobLock
 from moedge.runtime.jobs.journal.state import read_state
 from moedge.runtime.jobs.request import BatchRequest, ResumeOptions, pin_settings
 from moedge.runtime.jobs.run import FileRows
@@ -283,12 +283,12 @@ def test_i12_a_touched_input_is_the_same(begun: JobFolder, job: Job, tmp_path: P
 def test_j8_a_second_process_is_refused_at_once_and_writes_nothing(begun: JobFolder, job: Job) -> None:
     lock = JobLock(begun)
     before = {path.name: path.read_bytes() for path in begun.path.iterdir()}
-    assert is_locked(begun)
+    assert begun.locked
     with pytest.raises(JobInUse, match=rf"in use by another process \(process {os.getpid()} on "):
         job()
     assert {path.name: path.read_bytes() for path in begun.path.iterdir()} == before
     lock.close()
-    assert not is_locked(begun)
+    assert not begun.locked
     assert job().finished
 
 

@@ -1,4 +1,4 @@
-"""The constants of passes on a GPU (`offload/machine/presets.py`) are what this code does: launches, tiles of the
+"""The constants of passes on a GPU (`runtime/plan/presets.py`) are what this code does: launches, tiles of the
 sampler, bytes of torch.
 """
 
@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moedge.offload.machine import presets
+from moedge.quant.formats.format import ASSUMED
 from moedge.quant.matmul.matmul import Matmul, Workspace
 from moedge.quant.scratch import scratch_nbytes
 from moedge.quant.tensor import pack
+from moedge.runtime.plan import presets
 from moedge.runtime.sampling.draw import Draw
 from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.sampling.sampler import BYTES_PER_LOGIT, Sampler
@@ -77,4 +78,4 @@ def test_torch_moves_as_many_bytes_for_a_weight(quant: str) -> None:
         with torch.inference_mode(), Counted() as counted:
             multiply._multiply_strips(x, packed, x.new_empty(4, shape[0]))
         numel, nbytes = numel + shape[0] * shape[1], nbytes + counted.nbytes
-    assert nbytes / numel == pytest.approx(presets.DENSE_NBYTES[quant], rel=0.05)
+    assert nbytes / numel == pytest.approx(ASSUMED[quant].dense_nbytes, rel=0.05)

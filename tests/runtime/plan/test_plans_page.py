@@ -1,4 +1,4 @@
-"""Plans for cards of data sheets (`offload/machine/presets.py`): the page and the golden file are what the planner
+"""Plans for cards of data sheets (`runtime/plan/presets.py`): the page and the golden file are what the planner
 (`runtime/plan/planner.py`) says today, and its laws hold.
 """
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from moedge.offload.machine.presets import PRESETS
 from moedge.runtime.plan.planner import solve
+from moedge.runtime.plan.presets import PRESETS
 from moedge.runtime.settings.settings import Settings
 from moedge.what_if import by_budget
 from support.plans_page import CARDS, GIB, GOLDEN, HEAD, MODELS, PAGE, RAM, SHOWN, choice, kept, question, row

@@ -48,7 +48,7 @@ def passed(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[
     plan = replace(plan, placement=replace(plan.placement, held_experts=held, held_dense=len(shape.layers)))
     decoding = min(found["sequences"], found["tokens"])
     load = cost_model._PassLoad(decoding, found["tokens"] - decoding, 110, 0, 174, 55)
-    work = cost_model._ModelWork(shape, cost_model.model_shards(shape, "none", "bf16"), cost_model.wanted_by)
+    work = cost_model._ModelWork(shape, cost_model.model_shards(shape, "none", "bf16"))
     return cost_model._PassCosts(work, plan, rates).cost(load), found
 
 

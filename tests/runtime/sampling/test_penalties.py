@@ -1,7 +1,6 @@
 """Repetition, presence and frequency penalties follow their definitions (`runtime/sampling/sampler.py`)."""
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -77,8 +76,3 @@ def test_rows_without_penalties_are_not_looked_at():
     penalise(logits, [Draw(SequenceSampling(1), 0, 0), draw_of([1], [], repetition=2.0)])
     assert logits[0].isnan().tolist() == [True, False]
     assert logits[1].tolist() == [2.0, 2.0]
-
-
-def test_penalties_without_a_history_are_refused():
-    with pytest.raises(ValueError, match="no token history"):
-        Draw(SequenceSampling(1, presence_penalty=0.1), 0, 0)

@@ -190,11 +190,6 @@ def test_no_rows_give_no_tokens():
     assert sampled.logprobs == {}
 
 
-def test_a_draw_too_few_is_refused():
-    with pytest.raises(ValueError, match="2 rows and 1 draws"):
-        SAMPLER.sample(POOL[:2], POOL_DRAWS[:1])
-
-
 class LiveBytes(TorchDispatchMode):
     """The most bytes that tensors made under it held at one time."""
 

@@ -183,11 +183,6 @@ def test_tokens_after_the_end_add_nothing() -> None:
     assert stopped.text == finished.text == "a"
 
 
-def test_an_empty_stop_string_is_refused() -> None:
-    with pytest.raises(ValueError, match="empty"):
-        TextStream(Characters(), ["a", ""])
-
-
 def test_a_long_stream_is_exact_and_looks_only_at_its_end(backend: Backend) -> None:
     ids = random.Random(0).choices(range(backend.get_vocab_size()), k=60_000)
     stream = TextStream(decoding(backend).detokenizer(), ["never there", "nor there"])

@@ -194,7 +194,6 @@ def install(engine: Callable[[], FakeEngine], setattr: Callable[[object, str, ob
     setattr(job_plan, "refuse_too_small", lambda *_: None)
     setattr(lifecycle, "plan_job", lambda source, settings, *_, **__: fake_plan(settings))
     setattr(states, "with_workload", lambda chosen, plan, workload: chosen)
-    setattr(states, "as_rehearsed", lambda chosen, *_: chosen.prediction)
     setattr(lifecycle, "load_engine", load_engine)
     setattr(lifecycle, "load_with_fallback", lambda load, policy: load(policy.plan))
     setattr(lifecycle, "FallbackPolicy", lambda plan, request: SimpleNamespace(plan=plan, applied=[]))

@@ -12,8 +12,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from .hardware import GpuInfo, Hardware
-from .profile import ATTENTION, LATENTS, TOGETHER, FlopRates, Link, Machine, Overheads
+from ...offload.machine.hardware import GpuInfo, Hardware
+from ...offload.machine.profile import ATTENTION, LATENTS, TOGETHER, FlopRates, Link, Machine, Overheads
+from ...quant.formats.format import ASSUMED
 
 # Four schedulers of a multiprocessor start an instruction of 32 threads each in a clock, in every GPU since Volta.
 ISSUED_A_CLOCK = 128
@@ -22,13 +23,9 @@ ISSUED_A_CLOCK = 128
 # the tensor cores' peak 0.52 to 0.76. Copies over its link reached 0.87; 0.8 is for 4 MiB and less.
 MEMORY_SHARE, ISSUE_SHARE, PEAK_SHARE, LINK_SHARE = 0.7, 0.4, 0.5, 0.8
 
-# Instructions for a weight by format and rows of a tile, with which grouped products decode gate and up, by the major
-# compute capability (8: the worst of 8.0, 8.9 and 12.0); and for an element of keys and values, of decoding tokens and
-# of prompts. From `python -m matrix.compiling.instructions 80 89 90 120`, Triton 3.7.1.
-_WEIGHTS: Mapping[int, Mapping[str, tuple[float, float, float]]] = {
-    8: {"none": (1.7, 2.4, 4.5), "int8": (4.5, 5.0, 26.9), "nf4": (12.7, 14.0, 18.4), "mxfp4": (14.2, 15.3, 27.9)},
-    9: {"none": (1.6, 2.2, 3.4), "int8": (4.2, 5.1, 5.0), "nf4": (12.9, 13.6, 9.6), "mxfp4": (14.0, 15.0, 27.4)},
-}
+# Instructions for an element of keys and values, of decoding tokens and of prompts, by the major compute capability (8:
+# the worst of 8.0, 8.9 and 12.0). From `python -m matrix.compiling.instructions 80 89 90 120`, Triton 3.7.1; those for
+# a weight are with its format (`Assumed`).
 _DECODE = {"native": 5.2, "int8": 10.0, "int4": 11.5}
 _PROMPTS = {
     8: {"native": 11.3, "int8": 19.5, "int4": 34.3},
@@ -39,10 +36,6 @@ _TILE_ROWS = (16, 32, 64)
 _PROMPT_ROWS = 64
 # Decode rates are per operation of attention in which this many query heads share a key (calibration/pass_rates.py).
 SHARED_HEADS = 4
-# Bytes of a weight by format, with its scales; and those that torch moves to multiply by it where no kernel does:
-# unpacked, widened, read (tests/runtime/plan/test_device_costs.py).
-WEIGHT_NBYTES = {"none": 2.0, "int8": 1.0, "int4": 0.63, "nf4": 0.53, "mxfp4": 0.53}
-DENSE_NBYTES = {"none": 2.0, "int8": 5.0, "int4": 12.9, "nf4": 4.6, "mxfp4": 4.6}
 # Latents are attended by torch: an element is unpacked, widened to float32, and read twice.
 _LATENT_NBYTES = 14.0
 
@@ -88,10 +81,12 @@ def flop_rates(capability: tuple[int, int], memory_bytes_s: float, issued_s: flo
     # Below 8.0 no kernel multiplies with tensor cores. Those of 12.0 have the instructions of 8.0.
     major = 0 if capability < (8, 0) else 9 if capability[0] in (9, 10) else 8
     rates: dict[str, dict[int, float]] = {
-        name: _dense(nbytes / memory_bytes_s, memory_bytes_s, peak) for name, nbytes in DENSE_NBYTES.items()
+        name: _dense(each.dense_nbytes / memory_bytes_s, memory_bytes_s, peak) for name, each in ASSUMED.items()
     }
-    for name, counts in _WEIGHTS.get(major, {}).items():
-        seconds = {1: max(WEIGHT_NBYTES[name] / memory_bytes_s, counts[0] / issued_s)}
+    for name, assumed in ASSUMED.items():
+        if (counts := assumed.instructions.get(major)) is None:
+            continue
+        seconds = {1: max(assumed.weight_nbytes / memory_bytes_s, counts[0] / issued_s)}
         for rows, count in zip(_TILE_ROWS, counts, strict=True):
             seconds[rows] = max(seconds[1], count / issued_s, 2 * rows / peak)
         rates[TOGETHER.format(name)] = {rows: 2 * rows / each for rows, each in seconds.items()}

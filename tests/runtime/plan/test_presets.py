@@ -2,8 +2,8 @@
 
 import pytest
 
-from moedge.offload.machine.presets import PRESETS, find_preset, with_preset
 from moedge.offload.machine.profile import ATTENTION, TOGETHER, Machine
+from moedge.runtime.plan.presets import PRESETS, find_preset, with_preset
 from support.recorded_machine import RECORDED
 
 # Bits of the memory bus and Gbit/s of a pin.
