@@ -7,6 +7,7 @@ rounds them, and attention over the codes of the cache. So a part differs by the
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...moe.expert import ExpertGroups, ResidentExpert
+from ...quant.kv.codec import KeyTransform
 from ...quant.matmul.selftest import BOUNDS, definition, errors, rounded
 from ...quant.tensor import PackedTensor, dtype_name
 from ..attention.latent import LatentAttention
@@ -22,6 +24,7 @@ from ..attention.protocol import AttentionBackend, AttentionCall
 from ..attention.selftest import ROUNDINGS
 from ..attention.torch_backend import TorchAttention
 from ..engine.sequence import Batch
+from ..kv.cache import KVCache
 from ..model.experts_seam import PackedExperts
 from ..model.runner import ModelRunner
 from ..model.weights_seam import PackedLinear
@@ -183,13 +186,25 @@ class _WatchedAttention:
         out = self._backend.attend(call, q, k, v, batch)
         noise = self._parts.roundoff * (2 * torch.rand((_CHANGES, *q.shape), generator=self._random) - 1)
         rows, whole = slice(batch.num_tokens), in_float32(call)
-        wanted, *changed = (
-            self._definition.attend(whole, queries, k.float(), v.float(), batch)[rows]
-            for queries in (q.float(), *(q.float() * (1 + noise)))
-        )
+        with rotated_whole(self._definition.cache):
+            wanted, *changed = (
+                self._definition.attend(whole, queries, k.float(), v.float(), batch)[rows]
+                for queries in (q.float(), *(q.float() * (1 + noise)))
+            )
         change = max(float(errors(each, wanted).max()) for each in changed)
         self._parts.add(call.layer, "attention", out[rows], wanted, ROUNDINGS, MOST_ROUNDINGS * change)
         return out
+
+
+@contextmanager
+def rotated_whole(cache: KVCache) -> Iterator[None]:
+    """While entered, one product rotates all keys or queries, where deterministic jobs rotate a tile at a time."""
+    before = [pool.key_transform for pool in cache.pools]
+    for pool, transform in zip(cache.pools, before, strict=True):
+        pool.key_transform = None if transform is None else KeyTransform(transform.offsets)
+    yield
+    for pool, transform in zip(cache.pools, before, strict=True):
+        pool.key_transform = transform
 
 
 def in_float32(call: AttentionCall) -> AttentionCall:

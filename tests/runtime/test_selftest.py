@@ -111,6 +111,8 @@ def finds() -> Iterator[Wrong]:
 @pytest.mark.slow
 @pytest.mark.parametrize("bug", PLANTED, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found_on_the_widths_that_it_is_about(bug: Bug) -> None:
+    if not bug.is_here:
+        pytest.skip(f"code for {bug.least_isa} alone")
     with planted(bug):
         selftest.forget()
         assert next(finds(), None)

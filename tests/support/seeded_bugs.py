@@ -33,17 +33,25 @@ _FLAGS = tuple("-O1" if flag == "-O3" else flag for flag in build._FLAGS)
 
 
 class Bug(NamedTuple):
-    """`old` stands once in `file`, a path below the package's folder; `found_by` is a comparison's name."""
+    """`old` stands once in `file`, a path below the package's folder; `found_by` is a comparison's name. `least_isa` is
+    the least instruction set whose code has the bug."""
 
     name: str
     file: str
     old: str
     new: str
     found_by: str
+    least_isa: str = "avx2"
 
     @property
     def is_native(self) -> bool:
         return self.file.startswith(_NATIVE) and not self.file.endswith(".py")
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the code that kernels use here has it."""
+        sets = list(build.SETS)
+        return not self.is_native or library.loaded().isa in sets[sets.index(self.least_isa) :]
 
 
 def _bugs(*bugs: Bug) -> Mapping[str, Bug]:
@@ -84,6 +92,7 @@ BUGS = _bugs(
         "                const int64_t rest = in.rows - first;\n"
         "                add_rows",
         "products in tiles",
+        least_isa="avx512",
     ),
     Bug(
         "groups of a tile",
@@ -134,6 +143,7 @@ BUGS = _bugs(
         "        if (packed) {\n            weigh_packed",
         "        if (packed && n < w.num / 4 * 4 + 4 * (w.num < 4)) {\n            weigh_packed",
         "attention",
+        least_isa="avx512bf16",
     ),
     Bug(
         "keys of a split",
@@ -148,6 +158,7 @@ BUGS = _bugs(
         "return groups == 0 ? 0 : (v.width / groups + SCALED - 1) / SCALED;",
         "return groups == 0 ? 0 : v.width / groups / SCALED;",
         "attention",
+        least_isa="avx512bf16",
     ),
     Bug(
         "last columns of int8 rows",
@@ -223,8 +234,11 @@ BUGS = _bugs(
     Bug(
         "vectors that are rotated",
         "quant/kv/codec.py",
-        "for start in range(0, len(rows), ROTATED_ROWS):",
-        "for start in range(0, max(1, len(rows) // ROTATED_ROWS * ROTATED_ROWS), ROTATED_ROWS):",
+        "rotated = torch.empty_like(rows)\n        tile, product = self._tile\n"
+        "        for start in range(0, len(rows), ROTATED_ROWS):",
+        # What is left out would be what memory had, which may be right.
+        "rotated = torch.zeros_like(rows)\n        tile, product = self._tile\n"
+        "        for start in range(0, max(1, len(rows) // ROTATED_ROWS * ROTATED_ROWS), ROTATED_ROWS):",
         "key transforms",
     ),
 )

@@ -30,6 +30,8 @@ class Stock:
         folder = model.parent if model.is_file() else model
         self.tokenizer = AutoTokenizer.from_pretrained(folder, **where)
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **where).eval()
+        head = self.model.get_output_embeddings()
+        head.weight = nn.Parameter(head.weight.detach().clone())
         # A head that is the embedding, too, stays a float matrix.
         self._linears = [
             (name, module)
@@ -45,15 +47,21 @@ class Stock:
         The model is one: a definition counts until the next is made.
         """
         self.model.to(torch.float32)
+        linears = [module for module in self.model.modules() if isinstance(module, nn.Linear)]
+        for module in linears:
+            module._forward_pre_hooks.clear()
+            module._forward_hooks.clear()
         for name, parameter in self.model.named_parameters():
             parameter.data = self._parameters[name].to(DTYPES[packed_from]).float()
         for name, module in self._linears:
-            module._forward_pre_hooks.clear()
             weight = self._parameters[f"{name}.weight"].to(DTYPES[packed_from])
             module.weight.data = rounded_to(weight, quant).float()
             if compute == "int8":
                 module.register_forward_pre_hook(lambda _, given: (round_activations(given[0]), *given[1:]))
         self.model.to(DTYPES[dtype])
+        if dtype == "bf16":
+            for module in linears:
+                sum_in_float32(module)
         return Definition(self.model, self.tokenizer)
 
 
@@ -110,6 +118,13 @@ def rounded_to(weight: Tensor, quant: str) -> Tensor:
     return pack_into(weight, layout, torch.zeros(layout.nbytes, dtype=torch.uint8)).dequantize(
         torch.empty(weight.shape)
     )
+
+
+def sum_in_float32(linear: nn.Linear) -> None:
+    """Products of bf16 with sums in float32, as processors with such instructions do: on others torch is slow."""
+    linear.float()
+    linear.register_forward_pre_hook(lambda _, given: tuple(each.float() for each in given))
+    linear.register_forward_hook(lambda _, given, out: out.bfloat16())
 
 
 def round_activations(given: Tensor) -> Tensor:
