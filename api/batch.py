@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self, Unpack, cast
@@ -151,8 +151,8 @@ def run_loaded(loaded: Executor, observer: JobObserver) -> Ended:
 
 def _passes(running: Running, observer: JobObserver) -> str | None:
     """Why the observer stopped the job; None where it did not."""
-    with observer.running(running):
-        for _ in running.passes():
+    with observer.running(running), closing(running.passes()) as passes:
+        for _ in passes:
             reason = observer.after_pass(running)
             if reason is not None:
                 return reason

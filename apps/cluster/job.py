@@ -220,6 +220,9 @@ class ClusterJob:
         self._facts = JobFacts(uuid4().hex, claim.model_name, claim.created)
         self._leases = LeaseTable()
         self._rows: dict[int, LeasedRow] = {}
+        # Whose progress of a row the journal gets.
+        self._recorders: dict[int, int] = {}
+        self._source: RowSource | None = None
         self._last = False
         # By the numbers of workers, of which one that died has none again.
         self._reports: dict[int, WorkReport] = {}
@@ -255,7 +258,7 @@ class ClusterJob:
 
     def passes(self, session: JobSession, rows: RowSource) -> Generator[None]:
         """Ends when every row of the source has its answer in the journal; a cluster without workers is waited for."""
-        self._cluster.job = self
+        self._cluster.job, self._source = self, rows
         try:
             while not rows.exhausted or self._leases.num_open:
                 self._take(rows)
@@ -272,9 +275,17 @@ class ClusterJob:
         leased = self._leases.lease(slot.number, self._capacity(slot) - held, last)
         dropped = self._leases.dropped(slot.number)
         if leased or dropped or held:
-            rows = [self._rows[row] for row in leased]
+            rows = [self._leased(row, slot.number) for row in leased]
             nothing_waits = last and not self._leases.num_waiting
             self._cluster.workers.call(slot, self._took_report, "work", self._facts, rows, dropped, nothing_waits)
+
+    def _leased(self, row: int, worker: int) -> LeasedRow:
+        """A row for a worker; one that no other has, too, goes on where the journal knows of it."""
+        assert self._source is not None
+        if self._leases.only_holder(row) == worker:
+            self._recorders[row] = worker
+            self._rows[row] = replace(self._rows[row], before=self._source.partial(row))
+        return self._rows[row]
 
     def release(self, slot: WorkerSlot, crashed: bool) -> None:
         """A worker is gone."""
@@ -313,7 +324,7 @@ class ClusterJob:
             self.planned.fail(row, digest)
             return
         token_ids = self.planned.measured.spool.token_ids(row.index)
-        self._rows[row.index] = LeasedRow(row, token_ids, digest, rows.partial(row.index))
+        self._rows[row.index] = LeasedRow(row, token_ids, digest, answered=rows.answered(row.index))
         self._leases.add([row.index])
 
     def _took_report(self, slot: WorkerSlot, report: WorkReport) -> None:
@@ -324,7 +335,11 @@ class ClusterJob:
             row for row in report.unchanged if self._leases.commit(row, number)
         ]:
             del self._rows[row]
-        self.planned.session.journal.done(*answers)
+        journal, recorders, in_work = self.planned.session.journal, self._recorders, self._rows
+        journal.done(*answers)
+        journal.progress(
+            {row: some for row, some in report.progress.items() if row in in_work and recorders[row] == number}
+        )
         if answers:
             self._cluster.answered()
         run.rows += len(answers)

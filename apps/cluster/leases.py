@@ -77,6 +77,11 @@ class LeaseTable:
             rows = self._others_rows(most)
         return self._give(worker, rows)
 
+    def only_holder(self, row: int) -> int | None:
+        """The worker that has a row, if no other one has it, too."""
+        holders = self._holders.get(row, [])
+        return holders[0] if len(holders) == 1 else None
+
     def dropped(self, worker: int) -> Sequence[int]:
         """Rows of a worker that others have answered since the last call."""
         lessee = self._workers.get(worker)

@@ -49,12 +49,14 @@ _SUMMARY_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class LeasedRow:
-    """A row with the token ids of its prompts, the digest of its line, and what an earlier run generated for it."""
+    """A row with the token ids of its prompts, the digest of its line, and what was generated for it before; whether
+    that is a cut answer."""
 
     row: Row
     token_ids: list[list[int]] | None
     digest: str
     before: Sequence[CutChoice] = ()
+    answered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,8 @@ class LoadReport:
 
 @dataclass(slots=True)
 class WorkReport:
-    """What a call of `work` brought. `unchanged` rows were cut and cannot grow; `capacity` is how many it can hold.
+    """What a call of `work` brought. `unchanged` rows were cut and cannot grow; `capacity` is how many it can hold;
+    `progress` is what rows in work have generated since a report had it.
 
     `metrics` count since the job began, except that seconds of sequences are those since the last report. `hits` of
     `wanted` experts were in memory. `summary` comes now and then.
@@ -112,6 +115,7 @@ class WorkReport:
     unchanged: list[int]
     capacity: int
     metrics: Metrics
+    progress: Mapping[int, Sequence[CutChoice]] = field(default_factory=dict)
     hits: int = 0
     wanted: int = 0
     fallbacks: list[Fallback] = field(default_factory=list)
@@ -150,6 +154,9 @@ class _LeasedRows:
     def partial(self, row: int) -> Sequence[CutChoice]:
         return self.held[row].before
 
+    def answered(self, row: int) -> bool:
+        return self.held[row].answered
+
     def token_ids(self, row: int) -> list[list[int]] | None:
         return self.held[row].token_ids
 
@@ -158,13 +165,17 @@ class _LeasedRows:
 
 
 class _Answered:
-    """Keeps answers until they are reported."""
+    """Keeps answers, and what rows in work generate, until they are reported."""
 
     def __init__(self) -> None:
         self.rows: list[Done] = []
+        self.unfinished: Mapping[int, Sequence[CutChoice]] = {}
 
     def begin(self, rows: Iterable[int]) -> None:
         pass
+
+    def progress(self, rows: Mapping[int, Sequence[CutChoice]]) -> None:
+        self.unfinished = rows
 
     def done(self, *rows: Done) -> None:
         self.rows += rows
@@ -307,6 +318,7 @@ class Worker:
                     break
         loaded.seconds += time.perf_counter() - begun
         report, now = loaded.report(done, unchanged), time.monotonic()
+        report.progress, job.answered.unfinished = job.answered.unfinished, {}
         if not job.rows.held or now - loaded.summarised_at > _SUMMARY_SECONDS:
             loaded.summarised_at, seconds = now, Seconds(loaded.load_seconds, loaded.seconds)
             report.summary = summarise(loaded.model, loaded.model.chosen, Counts(), seconds)

@@ -338,6 +338,9 @@ class JobView(JobObserver):
         cancelled = requested is None and ended.reason == CANCELLED
         done_of = f"{done:,} of {counted(self._num_rows, 'row')} done ({ended.paths.partial})."
         self._say(f"{'Cancelled' if cancelled else why}: {done_of}")
+        if unfinished := ended.session.journal.state.unfinished.values():
+            tokens = sum(each.tokens for each in unfinished)
+            self._say(f"Kept of {counted(len(unfinished), 'row')} in work: {counted(tokens, 'token')}.")
         command = f"moedge jobs resume {job_id}"
         # The same command is refused after a cancel, so that no cron job undoes it.
         self._say(f"Resume with: {command}" if cancelled else f"Resume with the same command, or: {command}")

@@ -101,14 +101,16 @@ def _seconds() -> array[float]:
 class Metrics:
     """Counters of a run, which steer nothing. Sums over passes; `kv` adds up what bytes of the cache were used for.
 
-    `prompt_tokens` were computed, not found in the cache. `finished_tokens` is what finished sequences
-    generated, `finished_limit` what they might have.
+    `prompt_tokens` were computed, not found in the cache; `resumed_tokens` of prompts and of what was generated were
+    computed once more for rows that an earlier run began. `finished_tokens` is what finished sequences generated,
+    `finished_limit` what they might have.
     """
 
     passes: int = 0
     pass_tokens: int = 0
     pass_sequences: int = 0
     prompt_tokens: int = 0
+    resumed_tokens: int = 0
     generated_tokens: int = 0
     finished_tokens: int = 0
     finished_limit: int = 0
@@ -144,7 +146,12 @@ class Metrics:
         self.pass_sequences += len(batch.chunks)
         self.generated_tokens += len(batch.sampling)
         for chunk in batch.chunks:
-            self.prompt_tokens += max(0, min(len(chunk.sequence.prompt_ids) - chunk.past, chunk.count))
+            replayed = chunk.sequence.num_replayed
+            known = max(0, min(len(chunk.sequence.prompt_ids) + replayed - chunk.past, chunk.count))
+            if replayed:
+                self.resumed_tokens += known
+            else:
+                self.prompt_tokens += known
         self.kv.add(kv)
 
     def count_finished(self, sequence: Sequence) -> None:

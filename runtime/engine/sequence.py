@@ -205,7 +205,8 @@ class Sequence:
         this sequence had generated them. It is finished afterwards if they end it. `logprobs` is empty or one a token.
         """
         for token_id, logprob in zip_longest(token_ids, logprobs):
-            self.append(token_id, logprob)
+            if not self.finished:
+                self.append(token_id, logprob)
         self.num_replayed = len(self.output_ids)
 
     def finish(self, reason: FinishReason, error: str = "") -> None:

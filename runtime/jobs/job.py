@@ -69,7 +69,7 @@ class Measured:
         spool = TokenSpool(claim.folder.path, checked.preflight.num_rows)
         checked.resources.callback(spool.close)
         bad = set(checked.preflight.bad_rows)
-        rows = (claim.cut.longer(file.row(row)) for row in claim.rows_to_run() if row not in bad)
+        rows = (claim.earlier.longer(file.row(row)) for row in claim.rows_to_run() if row not in bad)
         encoder = RowEncoder(tokenizer, source.shape.vocab, source.shape.context, spool=spool)
         size, order = measure(rows, encoder)
         spool.seal()
@@ -200,8 +200,9 @@ class Loaded:
         def work() -> int:
             return self.metrics.passes + session.journal.state.counts.rows
 
-        with StallGuard(work, self.engine.streamed, session.folder.stacks) as guard:
-            for _ in guard.watched(runner.passes()):
+        stalls = StallGuard(work, self.engine.streamed, session.folder.stacks)
+        with stalls as guard, closing(guard.watched(runner.passes())) as passes:
+            for _ in passes:
                 heap.after_pass()
                 yield
 
@@ -278,7 +279,7 @@ class Running:
         measured, claim = self.planned.measured, self._checked.claim
         invalid = set(self._checked.preflight.bad_rows).intersection(claim.rows_to_run())
         self._rows = FileRows(
-            self.session.journal.state, measured.file, measured.order, _failures(claim, invalid), claim.cut
+            self.session.journal.state, measured.file, measured.order, _failures(claim, invalid), claim.earlier
         )
         self._seconds: float | None = None
         self._log = RunLog(self.session.folder.runs)
@@ -300,7 +301,7 @@ class Running:
     def expert_hit_rate(self) -> float | None:
         return self._loaded.expert_hit_rate
 
-    def passes(self) -> Iterator[None]:
+    def passes(self) -> Generator[None]:
         """Runs the job, a pass per iteration, to its end or until `stopped_because` says why not."""
         begun, session = time.perf_counter(), self.session
         with session.working(self._loaded.key_offsets), closing(self._loaded.passes(session, self._rows)) as passes:

@@ -97,7 +97,7 @@ def summarise(model: LoadedModel, planned: PlanResult, counts: Counts, seconds: 
         version=version("moedge"),
         command="batch",
         rows=Rows.of(counts),
-        tokens=Tokens(counts.prompt_tokens, counts.generated_tokens),
+        tokens=Tokens(counts.prompt_tokens, counts.generated_tokens, metrics.resumed_tokens),
         model={
             "name": source.name,
             "type": shape.model_type,

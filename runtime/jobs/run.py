@@ -2,6 +2,7 @@
 a loaded model to rows that come one by one. Knows no command line.
 """
 
+import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
@@ -25,11 +26,13 @@ from ..text.messages import FunctionCall, split_calls
 from ..text.stream import TextStream
 from ..text.tokenizer import Tokenizer
 from .encode import Choices, KnownIds, RowEncoder
-from .journal.journal import CutRows
+from .journal.journal import EarlierRuns
 from .journal.state import CutChoice, Done, JobState
 
 # Rows that go into work with one record of the journal.
 _ADMITTED_TOGETHER = 16
+# Between two records of what rows in work have generated: what a power cut may cost. A stop on purpose costs nothing.
+PROGRESS_SECONDS = 60.0
 
 
 class RowSource(Protocol):
@@ -49,7 +52,10 @@ class RowSource(Protocol):
         """16 hex digits that identify the line of a row."""
 
     def partial(self, row: int) -> Items[CutChoice]:
-        """What an earlier run generated for each choice of a row that is continued; empty for one that starts anew."""
+        """What earlier runs generated for each choice of a row; empty for one that starts anew."""
+
+    def answered(self, row: int) -> bool:
+        """Whether a row has an answer already, which was cut and is continued."""
 
 
 class FileRows:
@@ -65,13 +71,13 @@ class FileRows:
         file: RowFile,
         rows: Items[int],
         failed: Iterable[RowFailure] = (),
-        cut: CutRows | None = None,
+        earlier: EarlierRuns | None = None,
     ) -> None:
-        """`rows` are numbers of rows that can be run, in their order; `failed` are the rows that cannot; `cut` are
-        those of the rows that are continued."""
+        """`rows` are numbers of rows that can be run, in their order; `failed` are the rows that cannot; `earlier` has
+        what rows generated before."""
         self._state = state
         self._file = file
-        self._cut = cut or CutRows()
+        self._earlier = earlier or EarlierRuns()
         self._waves = self._all_waves(rows, failed)
         self._wave: Iterator[Row | RowFailure] = iter(())
         self.exhausted = False
@@ -86,7 +92,10 @@ class FileRows:
         return self._file.index.digest(row)
 
     def partial(self, row: int) -> Items[CutChoice]:
-        return self._cut.choices(row)
+        return self._earlier.choices(row)
+
+    def answered(self, row: int) -> bool:
+        return self._state.cut_offset(row) is not None
 
     def _all_waves(self, rows: Items[int], failed: Iterable[RowFailure]) -> Iterator[Iterator[Row | RowFailure]]:
         yield iter(failed)
@@ -95,12 +104,12 @@ class FileRows:
         for row in rows if isolated else ():
             if row in isolated:
                 yield map(self._suspect, [row])
-        yield (self._cut.longer(self._file.row(row)) for row in rows if row not in isolated)
+        yield (self._earlier.longer(self._file.row(row)) for row in rows if row not in isolated)
 
     def _suspect(self, row: int) -> Row | RowFailure:
         read, suspicion = self._file.row(row), self._state.suspects[row]
         if not suspicion.condemned:
-            return self._cut.longer(read)
+            return self._earlier.longer(read)
         return read.failure(ErrorCode.WORKER_CRASHED, f"{suspicion}; it is not run again")
 
 
@@ -113,6 +122,7 @@ class OpenRow:
     """A row whose choices are being generated; `num_open` of them are not finished.
 
     `first` are the sequences to add to an engine: the others are their forks, or whole since an earlier run.
+    `num_recorded` tokens of each choice are in the journal.
     """
 
     row: Row
@@ -120,12 +130,13 @@ class OpenRow:
     sequences: list[Sequence] = field(default_factory=list)
     texts: list[AnswerText] = field(default_factory=list)
     first: list[Sequence] = field(default_factory=list)
+    num_recorded: list[int] = field(default_factory=list)
 
     @classmethod
     def start(cls, row: Row, choices: Choices, encoder: RowEncoder, before: Items[CutChoice] = ()) -> Self:
         """The samples of one prompt are neighbours; all but the first leave it where the prompt ends.
 
-        `before` is what an earlier run generated for the choices of a cut row; each goes on by itself behind it.
+        `before` is what earlier runs generated for its choices; each goes on by itself behind it.
         """
         opened, eos_ids = cls(row, num_open=len(choices)), encoder.eos_ids(row)
         for token_ids, params in choices:
@@ -135,6 +146,7 @@ class OpenRow:
             opened.sequences.append(sequence)
             opened.texts.append(text)
         opened._continue(before) if before else opened._share()
+        opened.num_recorded = [len(each.output_ids) for each in opened.sequences]
         return opened
 
     @property
@@ -148,6 +160,13 @@ class OpenRow:
         if self.sequences[index].finished:
             text.finish()
         return ("", text.take()) if isinstance(text, TextStream) else text.take_parts()
+
+    def progress(self) -> list[CutChoice]:
+        """What its choices have generated since this was called before; empty where that is nothing."""
+        begins, self.num_recorded = self.num_recorded, [len(each.output_ids) for each in self.sequences]
+        if begins == self.num_recorded:
+            return []
+        return [_generated(each, begin) for each, begin in zip(self.sequences, begins, strict=True)]
 
     def completions(self) -> list[Completion] | RowFailure:
         """The answers of the finished choices, split into their parts; or why one of them has ended with an error."""
@@ -177,6 +196,8 @@ class AnswerLog(Protocol):
     """What records rows that begin, and answers: a journal, or whoever passes them on to one."""
 
     def begin(self, rows: Iterable[int]) -> None: ...
+
+    def progress(self, rows: Mapping[int, Items[CutChoice]]) -> None: ...
 
     def done(self, *rows: Done) -> None: ...
 
@@ -221,14 +242,28 @@ class RowRunner:
         self._open = {sequence: opened for sequence, opened in self._open.items() if sequence not in dropped}
 
     def passes(self) -> Iterator[None]:
-        """One pass per iteration, until every row of the source has its answer."""
-        engine, source = self._engine, self._source
+        """One pass per iteration, until every row of the source has its answer.
+
+        What rows in work have generated is recorded every PROGRESS_SECONDS, and when the passes are closed.
+        """
+        engine, source, recorded = self._engine, self._source, time.monotonic()
         while not source.exhausted or self._open:
             while engine.scheduler.has_capacity and (rows := source.take(_ADMITTED_TOGETHER, alone=not self._open)):
                 self._admit(rows)
             if self._open:
                 self._finish(engine.step())
-            yield
+            if time.monotonic() - recorded >= PROGRESS_SECONDS:
+                self._record_progress()
+                recorded = time.monotonic()
+            try:
+                yield
+            except GeneratorExit:
+                self._record_progress()
+                raise
+
+    def _record_progress(self) -> None:
+        opened = {each.row.index: each for each in self._open.values()}
+        self._journal.progress({row: choices for row, each in opened.items() if (choices := each.progress())})
 
     def _admit(self, rows: Items[Row | RowFailure]) -> None:
         runnable = [row.index for row in rows if isinstance(row, Row)]
@@ -243,7 +278,7 @@ class RowRunner:
         before = () if isinstance(row, RowFailure) else self._source.partial(row.index)
         if isinstance(choices, RowFailure):
             # A cut answer that cannot grow stays as it is.
-            if not before:
+            if isinstance(row, RowFailure) or not self._source.answered(row.index):
                 self._journal.done(self._failed(choices))
             return
         assert isinstance(row, Row)
@@ -251,6 +286,8 @@ class RowRunner:
         self._open |= dict.fromkeys((each for each in opened.sequences if not each.finished), opened)
         for sequence in opened.first:
             self._engine.add(sequence)
+        if not opened.num_open:
+            self._journal.done(self._answered(opened))
 
     def _finish(self, sequences: Iterable[Sequence]) -> None:
         """Writes the answers of all rows that a pass finished at once; a fault keeps those that came before it."""
@@ -346,10 +383,18 @@ def _incomplete(row: Row, completions: Items[Completion]) -> RowFailure:
 
 
 def _choice(completion: Completion) -> CutChoice:
-    answer, prompt = (
-        [astuple(each) for each in part or ()] for part in (completion.logprobs, completion.prompt_logprobs)
-    )
-    return CutChoice(completion.token_ids, answer, prompt)
+    return CutChoice(completion.token_ids, _plain(completion.logprobs), _plain(completion.prompt_logprobs))
+
+
+def _generated(sequence: Sequence, begin: int) -> CutChoice:
+    """What a sequence has generated from its token `begin` on; what it says of its prompt comes with its first one."""
+    scored = sequence.prompt_logprobs
+    of_prompt = scored.tokens if scored is not None and sequence.output_ids and not begin else ()
+    return CutChoice(sequence.output_ids[begin:], _plain(sequence.logprobs[begin:]), _plain(of_prompt))
+
+
+def _plain(logprobs: Items[TokenLogprob] | None) -> list[Any]:
+    return [astuple(each) for each in logprobs or ()]
 
 
 def _logprob(fields: Items[Any]) -> TokenLogprob:

@@ -29,7 +29,7 @@ from ..settings.errors import ExportFailed, InputChanged, InputRefused, JobMisma
 from ..settings.settings import Settings
 from ..source.model_source import ModelSource, open_source
 from .folder import JobFolder, JobLock, json_lines, now_text, regular_input
-from .journal.journal import CutRows, Journal, Mark, read_answers
+from .journal.journal import EarlierRuns, Journal, Mark, read_answers
 from .journal.state import FINISHED, JobState, read_state
 from .outputs import OutputPaths, claim_output, export, export_partial, is_exported, refuse_foreign_outputs
 from .request import (
@@ -180,7 +180,7 @@ class JobClaim:
         self.created = datetime.now().replace(microsecond=0)
         self.model_name = request.model
         self._retry: list[int] = []
-        self.cut = CutRows()
+        self.earlier = EarlierRuns()
         if self._journal is not None:
             try:
                 self._check_resumable(self._journal.state)
@@ -190,8 +190,7 @@ class JobClaim:
             opened = self._journal.state.opened
             self.created, self.model_name = datetime.fromisoformat(opened["created_at"]), opened["model_name"]
             self._retry = self._journal.state.failed_rows if request.resume.failed else []
-            if request.resume.cut_to is not None:
-                self.cut = CutRows(folder.journal, self._journal.state, request.resume.cut_to)
+            self.earlier = EarlierRuns(folder.journal, self._journal.state, request.resume.cut_to or 0)
 
     @property
     def job_id(self) -> str | None:
@@ -205,7 +204,7 @@ class JobClaim:
 
     @property
     def finished(self) -> bool:
-        if self._journal is None or self._retry or self.cut.rows:
+        if self._journal is None or self._retry or self.earlier.cut_rows:
             return False
         return self._journal.state.finished and not self.num_added
 
@@ -219,7 +218,7 @@ class JobClaim:
         """Rows that have answers and will keep them."""
         if self._journal is None:
             return 0
-        return self._journal.state.counts.rows - len(self._retry) - len(self.cut.rows)
+        return self._journal.state.counts.rows - len(self._retry) - len(self.earlier.cut_rows)
 
     @property
     def settings(self) -> Settings:
@@ -233,7 +232,7 @@ class JobClaim:
             rows: Iterable[int] = range(self.rows.preflight.num_rows)
         else:
             known, now = self._journal.state.num_rows, self.rows.preflight.num_rows
-            rows = merge(self._journal.state.pending(), self._retry, self.cut.rows, range(known, now))
+            rows = merge(self._journal.state.pending(), self._retry, self.earlier.cut_rows, range(known, now))
         return islice(rows, self.request.limits.max_rows)
 
     def begin(self, plan: Plan) -> JobSession:
@@ -340,7 +339,7 @@ class JobSession:
     def num_confirmed(self) -> int:
         """Rows whose answer is on disk, less those that are still to be continued."""
         mark = self.committed
-        return mark.ok + mark.failed - len(self.claim.cut.rows) + mark.continued - self._continued_before
+        return mark.ok + mark.failed - len(self.claim.earlier.cut_rows) + mark.continued - self._continued_before
 
     def key_offsets(self, shape: ModelShape) -> KeyOffsets | None:
         """The offsets of quantized keys that the job has used so far, where they are known."""

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -163,7 +163,7 @@ class StallGuard:
         if self.reason is not None:
             raise Stalled(f"{self.reason}; {self._stacks} shows the stack of each thread") from error
 
-    def watched(self, passes: Iterator[None]) -> Iterator[None]:
+    def watched(self, passes: Iterator[None]) -> Generator[None]:
         """The passes; saves an error of the weight stream with the stacks of all threads."""
         try:
             yield from passes

@@ -20,7 +20,7 @@ from ..plan.fallback import Fallback
 from ..plan.kernels import Kernels
 from .journal.state import Counts
 
-SCHEMA = "moedge.run/9"
+SCHEMA = "moedge.run/10"
 
 Count = Annotated[int, Ge(0)]
 Amount = Annotated[float, Ge(0)]
@@ -49,8 +49,11 @@ class Rows:
 
 @dataclass(slots=True)
 class Tokens:
+    """`resumed` were computed once more: prompts of rows that an earlier run began, and what it had generated."""
+
     prompt: Count
     generated: Count
+    resumed: Count = 0
 
 
 @dataclass(slots=True)
@@ -287,4 +290,4 @@ def json_schema() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(json_schema(), indent=2))
+    print(json.dumps(json_schema(), indent=1))

@@ -125,7 +125,7 @@ def test_a_summary_that_moedge_wrote_is_replaced_and_an_empty_input_is_a_sentenc
     cli: Cli, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "s.json").write_text(json.dumps({"schema": "moedge.run/9"}))
+    (tmp_path / "s.json").write_text(json.dumps({"schema": "moedge.run/10"}))
     (tmp_path / "empty.jsonl").write_text("\n")
     assert cli("batch", MODEL, "empty.jsonl", "-o", "out.jsonl", "--summary", "s.json") == 7
     assert "contains no rows" in capsys.readouterr().err

@@ -32,8 +32,10 @@ from .state import (
     Kind,
     chained,
     decode_done,
+    decode_progress,
     encode,
     encode_done,
+    encode_progress,
     frame,
     printed_crc,
     refuse_version,
@@ -274,6 +276,17 @@ class Journal(Closing):
             self.state.done(begin, row)
         self._report()
 
+    def progress(self, rows: Mapping[int, Sequence[CutChoice]]) -> None:
+        """What the choices of rows in work have generated since this was called for them before."""
+        if not rows:
+            return
+        self._committer.check()
+        synced = self._committer.synced.end
+        payloads = [encode_progress(row, choices, synced) for row, choices in rows.items()]
+        for begin, (row, choices) in zip(self._records.append(*payloads), rows.items(), strict=True):
+            self.state.progress(begin, row, sum(len(each.token_ids) for each in choices))
+        self._report()
+
     def retry(self, rows: Iterable[int]) -> None:
         self._append(Kind.RETRY, rows=list(rows))
 
@@ -358,29 +371,53 @@ def _read_answer(file: BinaryIO, row: int, offset: int) -> Done:
     return done
 
 
-class CutRows:
-    """The cut rows of a job that are continued to `max_tokens`, in all their choices that were cut."""
+class EarlierRuns:
+    """What rows that are to be run have generated before: those that were in work when a run ended, and the cut rows
+    that are continued to `max_tokens`, in all their choices that were cut.
+    """
 
     def __init__(self, journal: Path | None = None, state: JobState | None = None, max_tokens: int = 0) -> None:
-        """Without arguments, no row is continued. The choices are read from the journal when a row starts."""
+        """Without a journal there is nothing; without `max_tokens` no cut row is continued. The choices are read from
+        the journal when a row starts."""
         self._journal = journal
-        self._state = state
+        self._state = state or JobState()
         self._max_tokens = max_tokens
-        self.rows: Sequence[int] = () if state is None else state.cut_rows(max_tokens)
-        self._members = frozenset(self.rows)
+        # Cut rows that are continued.
+        self.cut_rows: Sequence[int] = self._state.cut_rows(max_tokens)
+        self._members = frozenset(self.cut_rows)
 
     def longer(self, row: Row) -> Row:
-        """The row with its new `max_tokens`, if it is continued."""
+        """The row with its new `max_tokens`, if it is a cut row."""
         if row.index not in self._members:
             return row
         return replace(row, params=replace(row.params, max_tokens=self._max_tokens))
 
     def choices(self, row: int) -> Sequence[CutChoice]:
-        """What the choices of a row have generated so far; empty for a row that is not continued."""
-        if self._journal is None or self._state is None or row not in self._members:
+        """What the choices of a row have generated so far; empty for one that starts anew."""
+        if self._journal is None:
             return ()
-        offset = self._state.cut_offset(row)
-        return () if offset is None else read_answer(self._journal, row, offset).choices
+        parts = list[Sequence[CutChoice]]()
+        if row in self._members and (offset := self._state.cut_offset(row)) is not None:
+            parts.append(read_answer(self._journal, row, offset).choices)
+        if (unfinished := self._state.unfinished.get(row)) is not None:
+            parts += _read_progress(self._journal, unfinished.offsets)
+        return tuple(map(_joined, *parts)) if parts else ()
+
+
+def _read_progress(journal: Path, offsets: Iterable[int]) -> Iterator[tuple[CutChoice, ...]]:
+    with journal.open("rb") as file:
+        for offset in offsets:
+            file.seek(offset)
+            yield decode_progress(file.readline()[HEAD_NBYTES:-1])
+
+
+def _joined(*parts: CutChoice) -> CutChoice:
+    """What one choice generated in several records, one after the other."""
+    return CutChoice(
+        [token_id for part in parts for token_id in part.token_ids],
+        [logprob for part in parts for logprob in part.logprobs],
+        [logprob for part in parts for logprob in part.prompt_logprobs],
+    )
 
 
 _EXTENDS = re.compile(rb'\{"kind":"extend"')

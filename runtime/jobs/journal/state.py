@@ -27,8 +27,9 @@ from typing import Any, BinaryIO
 
 from ...settings.errors import BadJournal, OtherVersion
 
-# Version 3 counts cached and reasoning tokens in an answer's record; 2, which has none of them, is read too.
-VERSION, OLDEST_READ = 3, 2
+# Version 4 keeps what rows in work have generated, 3 counts cached and reasoning tokens in an answer's record; 2, which
+# does neither, is read too.
+VERSION, OLDEST_READ = 4, 2
 # The reason in the stop record of a job whose every row has its answer.
 FINISHED = "finished"
 # What precedes a record's JSON: eight hex digits and a blank.
@@ -46,6 +47,7 @@ class Kind(StrEnum):
     OPEN = "open"
     START = "start"
     BEGIN = "begin"
+    PROGRESS = "progress"
     DONE = "done"
     STOP = "stop"
     RETRY = "retry"
@@ -56,7 +58,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CutChoice:
-    """What one choice of a cut row generated so far: enough to continue it as if it had never been cut.
+    """What one choice of a row generated so far: enough to continue it as if it had never been cut or stopped.
 
     `logprobs` is [token id, logprob, rank, [[token id, logprob], ...]] for each token, where the row asks for them, and
     `prompt_logprobs` the same for the tokens of its prompt.
@@ -107,7 +109,12 @@ def encode_done(done: Done, synced: int) -> bytes:
     ).encode("ascii")
 
 
-def _encode_choices(choices: tuple[CutChoice, ...]) -> str:
+def encode_progress(row: int, choices: Sequence[CutChoice], synced: int) -> bytes:
+    """What each choice of a row in work has generated since the row's last record of the kind."""
+    return f'{{"kind":"progress","synced":{synced},"row":{row}{_encode_choices(choices)}}}'.encode("ascii")
+
+
+def _encode_choices(choices: Sequence[CutChoice]) -> str:
     if not choices:
         return ""
     found = [
@@ -145,7 +152,15 @@ def decode_done(payload: bytes, with_line: bool = True) -> Done | None:
 
 
 def _decode_choices(rest: bytes) -> tuple[CutChoice, ...]:
-    found = json.loads(rest[len(_CHOICES) :]) if rest else ()
+    return _choices(json.loads(rest[len(_CHOICES) :]) if rest else ())
+
+
+def decode_progress(payload: bytes) -> tuple[CutChoice, ...]:
+    """The choices in a record of progress."""
+    return _choices(json.loads(payload)["choices"])
+
+
+def _choices(found: Sequence[Mapping[str, Any]]) -> tuple[CutChoice, ...]:
     return tuple(CutChoice(each["token_ids"], each["logprobs"], each.get("prompt_logprobs", ())) for each in found)
 
 
@@ -290,6 +305,14 @@ class Suspicion:
 
 
 @dataclass(slots=True)
+class Unfinished:
+    """What a row without an answer has generated: where its records of progress begin, and the tokens in them."""
+
+    offsets: list[int] = field(default_factory=list)
+    tokens: int = 0
+
+
+@dataclass(slots=True)
 class Counts:
     """Rows that have answers and rows that have errors, and the tokens that both took.
 
@@ -416,6 +439,7 @@ class JobState:
         self.export_is_current = False
         self.cancelled: Mapping[str, Any] | None = None
         self.key_offsets: str | None = None
+        self.unfinished: dict[int, Unfinished] = {}
         self._started: set[int] = set()
         self._offsets = array("Q")
         # Codes are shared strings.
@@ -486,6 +510,8 @@ class JobState:
                 self._start(record)
             case Kind.BEGIN:
                 self._started.update(record["rows"])
+            case Kind.PROGRESS:
+                self.progress(offset, record["row"], sum(len(each["token_ids"]) for each in record["choices"]))
             case Kind.STOP:
                 self.stopped = record
                 self._started.clear()
@@ -521,6 +547,14 @@ class JobState:
         self.started, self.stopped, self.cancelled = record, None, None
         self.key_offsets = record.get("key_offsets") or self.key_offsets
 
+    def progress(self, offset: int, row: int, tokens: int) -> None:
+        """Applies a record of what a row in work has generated."""
+        if row >= len(self._offsets) or (self._offsets[row] and row not in self._cut):
+            raise BadJournal(f"row {row} has its answer and goes on at byte {offset} of the journal")
+        unfinished = self.unfinished.setdefault(row, Unfinished())
+        unfinished.offsets.append(offset)
+        unfinished.tokens += tokens
+
     def done(self, offset: int, done: Done) -> None:
         """Applies the record of an answer."""
         if done.row >= len(self._offsets) or (self._offsets[done.row] and done.row not in self._cut):
@@ -535,6 +569,7 @@ class JobState:
         self.counts.add(done)
         self._started.discard(done.row)
         self.suspects.pop(done.row, None)
+        self.unfinished.pop(done.row, None)
 
     def _retry(self, rows: list[int]) -> None:
         """Rows that failed are open again; their tokens were spent all the same."""

@@ -81,7 +81,7 @@ def test_a_summary_written_to_a_file_fits_the_schema(tmp_path: Path, summary: Ru
     assert list(tmp_path.iterdir()) == [path]
     found = json.loads(path.read_text())
     jsonschema.validate(found, SCHEMA, jsonschema.Draft202012Validator)
-    assert found["schema"] == "moedge.run/9"
+    assert found["schema"] == "moedge.run/10"
 
 
 def fixed(value: dict[str, Any], path: str = "") -> Iterator[dict[str, Any]]:

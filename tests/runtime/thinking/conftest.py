@@ -131,6 +131,12 @@ class Rows:
     def partial(self, row: int) -> tuple[CutChoice, ...]:
         return self.before[row].choices if row in self.before else ()
 
+    def answered(self, row: int) -> bool:
+        return row in self.before
+
+    def progress(self, rows: Mapping[int, Any]) -> None:
+        pass
+
     def digest(self, row: int) -> str:
         return ""
 
