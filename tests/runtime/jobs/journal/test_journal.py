@@ -266,7 +266,8 @@ def test_j15_a_slow_disk_delays_what_counts_and_nothing_else(tmp_path: Path, mon
 
 def test_j17_a_journal_of_a_newer_version_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    for version, words in ((VERSION + 1, f"newer moedge: its version is {VERSION + 1}"), (1, "older moedge: its version is 1")):
+    newer = VERSION + 1
+    for version, words in ((newer, f"newer moedge: its version is {newer}"), (1, "older moedge: its version is 1")):
         path.write_bytes(frame(encode(Kind.OPEN, 0, {"version": version, "num_rows": 1}), 0))
         for read in (Journal, repair):
             with pytest.raises(OtherVersion, match=words):
