@@ -337,9 +337,8 @@ class ClusterJob:
             del self._rows[row]
         journal, recorders, in_work = self.planned.session.journal, self._recorders, self._rows
         journal.done(*answers)
-        journal.progress(
-            {row: some for row, some in report.progress.items() if row in in_work and recorders[row] == number}
-        )
+        for record in report.progress:
+            journal.progress({row: some for row, some in record.items() if row in in_work and recorders[row] == number})
         if answers:
             self._cluster.answered()
         run.rows += len(answers)

@@ -105,7 +105,7 @@ class LoadReport:
 @dataclass(slots=True)
 class WorkReport:
     """What a call of `work` brought. `unchanged` rows were cut and cannot grow; `capacity` is how many it can hold;
-    `progress` is what rows in work have generated since a report had it.
+    `progress` is what rows in work have generated since a report had it, one record after the other.
 
     `metrics` count since the job began, except that seconds of sequences are those since the last report. `hits` of
     `wanted` experts were in memory. `summary` comes now and then.
@@ -115,7 +115,7 @@ class WorkReport:
     unchanged: list[int]
     capacity: int
     metrics: Metrics
-    progress: Mapping[int, Sequence[CutChoice]] = field(default_factory=dict)
+    progress: list[Mapping[int, Sequence[CutChoice]]] = field(default_factory=list)
     hits: int = 0
     wanted: int = 0
     fallbacks: list[Fallback] = field(default_factory=list)
@@ -169,13 +169,13 @@ class _Answered:
 
     def __init__(self) -> None:
         self.rows: list[Done] = []
-        self.unfinished: Mapping[int, Sequence[CutChoice]] = {}
+        self.progressed: list[Mapping[int, Sequence[CutChoice]]] = []
 
     def begin(self, rows: Iterable[int]) -> None:
         pass
 
     def progress(self, rows: Mapping[int, Sequence[CutChoice]]) -> None:
-        self.unfinished = rows
+        self.progressed.append(rows)
 
     def done(self, *rows: Done) -> None:
         self.rows += rows
@@ -318,7 +318,7 @@ class Worker:
                     break
         loaded.seconds += time.perf_counter() - begun
         report, now = loaded.report(done, unchanged), time.monotonic()
-        report.progress, job.answered.unfinished = job.answered.unfinished, {}
+        report.progress, job.answered.progressed = job.answered.progressed, []
         if not job.rows.held or now - loaded.summarised_at > _SUMMARY_SECONDS:
             loaded.summarised_at, seconds = now, Seconds(loaded.load_seconds, loaded.seconds)
             report.summary = summarise(loaded.model, loaded.model.chosen, Counts(), seconds)

@@ -73,9 +73,7 @@ def found(
 
     def run(name: str) -> dict[tuple[str, Case], Found | str]:
         some = [case for of, case in asked if of == name]
-        found = (
-            measure(models[name], some, tmp_path_factory.mktemp(name), NUM_WINDOWS, FEW) if some else {}
-        )
+        found = measure(models[name], some, tmp_path_factory.mktemp(name), NUM_WINDOWS, FEW) if some else {}
         return {(name, case): each for case, each in found.items()}
 
     with ThreadPoolExecutor(1) as beside:
