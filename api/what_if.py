@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
+from .offload.budget import GIB
 from .offload.machine.hardware import cpu_text, find_driver, gpu_text, num_threads
 from .runtime.plan.kernels import planned_kernels
 from .runtime.plan.memory_ledger import OPTIONS
 from .runtime.plan.plan_file import SCHEMA, machine_key, shape_key
 from .runtime.plan.planner import PlanRequest, PlanResult, SearchSpace, solve
 from .runtime.settings.errors import DoesNotFit, SettingError
-from .runtime.settings.settings import GIB
 from .runtime.shape.model_shape import ModelShape
 from .runtime.shape.shards import SMALLEST_FORMATS, offered_formats
 

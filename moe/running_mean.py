@@ -6,7 +6,7 @@ from __future__ import annotations
 class RunningMean:
     """`value` is None before the first observation unless it is given; `newest` is the weight of each new observation.
 
-    Statistics of many experts at once are arrays that decay in the same way (policy.py).
+    Statistics of many experts at once are arrays that decay in the same way (routing_stats.py).
     """
 
     __slots__ = ("_newest", "value")

@@ -2,10 +2,6 @@
 
 A *turn* is one visit to a layer with experts; turns are counted from the first pass on.
 
-`all` keeps the lane busy but reads experts that no token wants. `wanted` reads only wanted experts, and the lane idles
-while a layer waits for its router. Which one is faster depends on how many experts the tokens of a pass want together.
-Torch-free.
-
 A guess is what the next layer's router makes of this layer's hidden states. A wrong one costs only bandwidth.
 """
 

@@ -9,12 +9,13 @@ from bench.gpu.random_model import CONFIGS, random_source
 from bench.gpu.report import Report
 from bench.gpu.throughput import KV, PROMPT, measure_small, memory_of
 from bench.gpu.throughput import measure as measure_run
+from moedge.offload.budget import GIB
 from moedge.offload.machine.hardware import find_gpus
 from moedge.quant.kernels.gpu import Gpu
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan
 from moedge.runtime.settings.errors import DoesNotFit
-from moedge.runtime.settings.settings import GIB, DeviceBudget, MemoryBudget, Settings
+from moedge.runtime.settings.settings import DeviceBudget, MemoryBudget, Settings
 
 BUDGETS = (4, 8, 12, 24)
 # What CUDA and its libraries take, for plans that nothing is measured for.

@@ -36,7 +36,7 @@ from ..plan.presets import Preset, find_preset, with_preset
 from ..plan.rates import rates_of
 from ..rows.tables import InputFormat
 from ..settings.errors import ModelNotFound, SettingError
-from ..settings.settings import Budgets, DeviceBudget, MemoryBudget, Settings, without_device
+from ..settings.settings import Budgets, DeviceBudget, MemoryBudget, Settings
 from ..shape.model_shape import ModelShape
 from ..shape.shards import all_formats, checkpoint_nbytes
 from ..source.hub import same_disk
@@ -187,9 +187,8 @@ def refuse_too_small(source: ModelSource, settings: Settings, budgets: Budgets) 
     """
     if budgets.wants_device and find_gpus():
         return
-    without_device(budgets.gpu_mem)
+    budget = budgets.on_cpu()
     costs = CostModel(source.shape, rates_of(None, on_device=False), BESIDE_PASSES)
-    budget = MemoryBudget(budgets.host_nbytes(), None, budgets.disk_nbytes())
     request = PlanRequest(costs=costs, workload=equal_rows(1, 1, 0), budget=budget, settings=source.settle(settings))
     planner.refuse_too_small(request)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...moe.streaming_mode import DEFAULTS, ExpertOptions
+from ...offload.budget import GIB
 from ...offload.closing import Closing
 from ...offload.memory import Heap, reset_host_peak, return_memory, trim
 from ..loading.engine_loader import LoadedModel, load_engine, load_with_fallback
@@ -23,7 +24,7 @@ from ..plan.memory_ledger import TierLedger
 from ..plan.placement import Workload
 from ..plan.planner import PlanResult
 from ..settings.errors import OverBudget, SettingError
-from ..settings.settings import GIB, Budgets, Settings
+from ..settings.settings import Budgets, Settings
 from ..source.model_source import ModelSource, open_source
 from ..text.tokenizer import Tokenizer
 from ..weights.key_offsets import MAX_TOKENS, TEXT, KeyOffsets

@@ -20,7 +20,6 @@ from ..settings.settings import (
     DeviceBudget,
     MemoryBudget,
     Settings,
-    without_device,
 )
 from ..shape.model_shape import ModelShape
 from .selftest import KernelNeeds, usable_kernels, usual_needs
@@ -73,11 +72,9 @@ def open_memory(budgets: Budgets, settings: Settings | None = None, shape: Model
 
     Limits torch's allocator to the budget. Raises SettingError, BadSize.
     """
-    host, disk = budgets.host_nbytes(), budgets.disk_nbytes()
     device = find_device() if budgets.wants_device else None
     if device is None:
-        without_device(budgets.gpu_mem)
-        return MachineMemory(MemoryBudget(host, None, disk))
+        return MachineMemory(budgets.on_cpu())
     nbytes = budgets.device_nbytes(device.total, device.available)
     # An earlier run of this process may have left a limit.
     device.limit(device.total)
@@ -87,7 +84,7 @@ def open_memory(budgets: Budgets, settings: Settings | None = None, shape: Model
     granted = budget_of(device, nbytes, gpu)
     # The allocator must leave what libraries will take.
     device.limit(max(0, nbytes - granted.context_nbytes))
-    return MachineMemory(MemoryBudget(host, granted, disk), device)
+    return MachineMemory(MemoryBudget(budgets.host_nbytes(), granted, budgets.disk_nbytes()), device)
 
 
 def _needs(device: Device, settings: Settings | None, shape: ModelShape | None) -> KernelNeeds:

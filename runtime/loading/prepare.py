@@ -6,6 +6,7 @@ import gc
 import shutil
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, closing, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -35,8 +36,8 @@ from ..shape.shards import lies_unpacked, model_shards, offered_formats, settled
 from ..source.model_source import ModelSource, model_fingerprint, recipe
 from ..source.stored_model import FindLinked, carried_files, write_resident
 from ..weights.key_offsets import FILE, MAX_TOKENS, fixed_token_ids, keep, measure
-from ..weights.linking import CannotLink, Linker, StoreSink
-from ..weights.preparation import Preparation, window_nbytes
+from ..weights.linking import Linker
+from ..weights.preparation import CannotLink, Preparation, StoreSink, window_nbytes
 from .engine_loader import load_engine
 from .selftest import checked
 
@@ -241,6 +242,8 @@ def store_for(source: ModelSource, plan: Plan, budgets: Budgets) -> FinishedStor
         return FinishedStore(source.store)
     if not plan.streams:
         return None
+    # What is free may be another number by now: the weights are packed within the memory that was planned.
+    budgets = replace(budgets, ram=f"{plan.budget.host_nbytes}B")
     formats = plan.quant, plan.dtype
     device_type = "cpu" if plan.staging is None else "cuda"
     target = store_path(source, *formats, budgets.disk_dir, device_type)

@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from ...offload.budget import GIB
 from ...offload.memory import KEPT_NBYTES
 from ...offload.typed_json import read_as
 from ..settings.errors import DoesNotFit
-from ..settings.settings import GIB, MIB, MemoryBudget
+from ..settings.settings import MIB, MemoryBudget
 from ..shape.model_shape import ModelShape
 from ..shape.shards import ITEM_NBYTES, ModelShards, resident_nbytes
 

@@ -18,11 +18,12 @@ from typing import Annotated, Any
 from platformdirs import user_state_path
 
 from ...offload.atomic_file import own_name, write_atomically
+from ...offload.budget import GIB
 from ...offload.machine.hardware import Hardware
 from ...offload.typed_json import read_as
 from ...quant.kernels.gpu import Lacks
 from ..settings.errors import SettingError
-from ..settings.settings import GIB, Settings
+from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape, shape_to_json
 from .loading_cost import GENERATING, LOADING
 from .memory_ledger import OPTIONS, MemoryLedger

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from ...offload.budget import GIB
 from ...offload.machine.hardware import Hardware
 from ...offload.machine.profile import Machine
 from ...quant.formats.format import QUANT_FORMATS, get_format
@@ -18,7 +19,7 @@ from ...quant.native import library
 from ..attention.choice import NO_LATENTS, AttentionNeeds, choose_attention, stores_by_kernel
 from ..kv.spec import SCAN_CHUNK, KVSpec
 from ..settings.errors import DoesNotFit, SettingError
-from ..settings.settings import GIB, MIB, DeviceBudget, MemoryBudget, Settings, encoder_nbytes
+from ..settings.settings import MIB, DeviceBudget, MemoryBudget, Settings, encoder_nbytes
 from ..shape.model_shape import ModelShape
 from ..shape.read import OUTER, SMALL
 from ..shape.shards import BESIDE_KEPT, SMALLEST_FORMATS, offered_formats, settled_format

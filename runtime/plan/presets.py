@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from ...offload.budget import GIB
 from ...offload.machine.hardware import GpuInfo, Hardware
 from ...offload.machine.profile import ATTENTION, LATENTS, TOGETHER, FlopRates, Link, Machine, Overheads
 from ...quant.formats.format import ASSUMED
@@ -110,7 +111,6 @@ def _dense(weight_s: float, memory_bytes_s: float, peak: float) -> dict[int, flo
     return {rows: 2 * rows / each for rows, each in seconds.items()}
 
 
-GIB = 1 << 30
 # Bytes per second of a lane of PCIe, one direction, by generation.
 _LANE_BYTES_S = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9}
 _RAM_BYTES_S = 4e10

@@ -36,7 +36,6 @@ class Settings:
 
 
 MIB = 1 << 20
-GIB = 1 << 30
 # torch, transformers and bitsandbytes imported, threads started, before any model.
 PROCESS_NBYTES = 576 * MIB
 # torch's builds for CUDA take more of it, also where no GPU computes: 316 MiB with torch 2.11 for CUDA 13.
@@ -151,6 +150,11 @@ class Budgets:
         ram = hardware.ram_nbytes
         host = parse_size(self.ram, ram, ram, auto_host) if elsewhere else self.host_nbytes()
         return MemoryBudget(host, self._expected_device(hardware, tried, elsewhere), self.disk_nbytes())
+
+    def on_cpu(self) -> MemoryBudget:
+        """The bytes of the budgets where no device computes. Raises SettingError where one is asked for, BadSize."""
+        without_device(self.gpu_mem)
+        return MemoryBudget(self.host_nbytes(), None, self.disk_nbytes())
 
     def host_nbytes(self) -> int:
         """Bytes of this machine's memory. Raises BadSize, where there is less, too."""

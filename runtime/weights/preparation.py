@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -17,6 +17,9 @@ from transformers import PreTrainedModel
 
 from ...offload.checkpoint.checkpoint import Checkpoint
 from ...offload.errors import BadCheckpoint
+from ...offload.store.manifest import HEAD_FILE, LinkedShard, LinkedTensor, layer_file
+from ...offload.store.shard_file import NewShardFile
+from ...offload.store.writer import StoreWriter
 from ...offload.stream.stream import HEAD, ShardKey
 from ...quant.formats.format import FormatError, Layout, row_chunks
 from ...quant.matmul.matmul import ParallelMatmul
@@ -36,7 +39,7 @@ from ..shape.shards import ITEM_NBYTES, LayerShards, ModelShards, ShardLayout, S
 from .memory import WeightMemory
 
 if TYPE_CHECKING:
-    from .linking import StoreLayerSink, StoreSink
+    from .linking import Linker, ShardRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,167 @@ class MemorySink:
 
     def head(self, nbytes: int) -> AbstractContextManager[torch.Tensor]:
         return self._memory.fill(HEAD)
+
+
+class CannotLink(Exception):
+    """Some experts of a layer lie in the files as they are packed, and others do not: all weights must be copied."""
+
+
+def _opaque(layout: ShardLayout, *shards: LinkedShard) -> LinkedTensor:
+    shape = (layout.nbytes,) if len(shards) == 1 else (len(shards), layout.nbytes)
+    return LinkedTensor("U8", shape, shards)
+
+
+class StoreLayerSink:
+    """Takes one layer's shards into a file of a store; all experts are packed in the same buffer.
+
+    With a `linker` its file begins when the first expert shows whether experts are copied.
+    """
+
+    def __init__(
+        self,
+        writer: StoreWriter,
+        index: int,
+        shards: LayerShards,
+        opened: ExitStack,
+        linker: Linker | None,
+        limit: Callable[[int], object],
+    ) -> None:
+        # Whether it has found experts between the first and the last itself, so that they need not be packed.
+        self.find = None if linker is None else self._find_experts
+        self._writer = writer
+        self._limit = limit
+        self._linker = linker
+        self._index = index
+        self._shards = shards
+        self._opened = opened
+        self._dense: LinkedShard | torch.Tensor | None = None
+        self._experts: list[LinkedShard] = []
+        # Where the first expert lies in the files, and whether others were named after it.
+        self._first: list[ShardRun] = []
+        self._inferred = False
+        self._file: NewShardFile | None = None
+        self._expert = torch.empty(shards.expert.nbytes if shards.expert else 0, dtype=torch.uint8)
+
+    @contextmanager
+    def dense(self) -> Iterator[torch.Tensor]:
+        shard = torch.empty(self._shards.dense.nbytes, dtype=torch.uint8)
+        yield shard
+        self._dense = shard
+        if self._linker is None:
+            self._file = self._begin(self._shards.num_experts)
+        elif runs := self._linker.find(self._shards.dense, shard, self._linker.dense(self._index)):
+            self._dense = self._linker.link(runs, shard)
+
+    @contextmanager
+    def expert(self, index: int) -> Iterator[torch.Tensor]:
+        yield self._expert
+        layout, count, found = self._shards.expert, self._shards.num_experts, None
+        assert layout is not None
+        copied = self._file is not None and not self._experts
+        if self._linker is not None and not copied:
+            runs = self._linker.find(layout, self._expert, self._linker.expert(self._index, index, count))
+            found = None if runs is None else self._linker.link(runs, self._expert)
+            if self._inferred and runs != self._linker.of_expert(self._first, index):
+                raise CannotLink(f"layer {self._index} expert {index} lies in the files otherwise than those before it")
+            if index == 0:
+                self._first = runs or []
+        if self._file is None:
+            self._file = self._begin(0 if found else count)
+        if found is not None:
+            self._experts.append(found)
+        elif self._experts:
+            raise CannotLink(f"layer {self._index} expert {index}")
+        else:
+            self._file.write("experts", index, self._expert.numpy().data)
+
+    def _find_experts(self, experts: range, compute: ParallelMatmul) -> bool:
+        """Whether the experts lie in the files as the first one does, and are named there, read but not packed."""
+        linker = self._linker
+        if linker is None or not self._first or experts.start == 0 or experts.stop == self._shards.num_experts:
+            return False
+        runs = {index: found for index in experts if (found := linker.of_expert(self._first, index))}
+        named: dict[int, LinkedShard | None] = {}
+
+        def name(index: int, _: object) -> None:
+            named[index] = linker.link(runs[index])
+
+        if len(runs) == len(experts):
+            compute.parallel_for(experts, name)
+        shards = [shard for index in experts if (shard := named.get(index)) is not None]
+        if len(shards) < len(experts):
+            return False
+        self._experts += shards
+        self._inferred = True
+        return True
+
+    def finish(self) -> None:
+        """Names what was found, in the layer's file."""
+        file = self._file or self._begin(0)
+        if isinstance(self._dense, LinkedShard):
+            file.link({"dense": _opaque(self._shards.dense, self._dense)})
+        if self._experts:
+            assert self._shards.expert is not None
+            shape = (len(self._experts), self._shards.expert.nbytes)
+            file.link({"experts": LinkedTensor("U8", shape, tuple(self._experts))})
+
+    def _begin(self, num_experts: int) -> NewShardFile:
+        expert = self._shards.expert.nbytes if self._shards.expert else 0
+        dense = len(self._dense) if isinstance(self._dense, torch.Tensor) else 0
+        if nbytes := dense + num_experts * expert:
+            self._limit(self._writer.nbytes_written + nbytes)
+        file = self._opened.enter_context(self._writer.layer(self._index, dense, num_experts, expert))
+        if isinstance(self._dense, torch.Tensor):
+            if dense:
+                file.write("dense", 0, self._dense.numpy().data)
+            self._dense = None
+        return file
+
+
+class StoreSink:
+    """Takes packed shards into a store, as MemorySink does in memory; one shard is in memory at a time.
+
+    With a `linker` only what is not in the checkpoint's files is copied. `limit` is called with the bytes of the store
+    before shards are copied, and raises where these are too many.
+    """
+
+    def __init__(
+        self,
+        writer: StoreWriter,
+        shards: ModelShards,
+        linker: Linker | None = None,
+        limit: Callable[[int], object] = lambda nbytes: None,
+    ) -> None:
+        self._limit = limit
+        self._writer = writer
+        self._linker = linker
+        self._shards = shards
+
+    def has_layer(self, index: int) -> bool:
+        return self._writer.has(layer_file(index))
+
+    @contextmanager
+    def layer(self, index: int, shards: LayerShards) -> Iterator[StoreLayerSink]:
+        with ExitStack() as opened:
+            sink = StoreLayerSink(self._writer, index, shards, opened, self._linker, self._limit)
+            yield sink
+            sink.finish()
+
+    @contextmanager
+    def head(self, nbytes: int) -> Iterator[torch.Tensor]:
+        shard = torch.empty(nbytes, dtype=torch.uint8)
+        yield shard
+        if self._writer.has(HEAD_FILE):
+            return
+        found, layout = None, self._shards.head
+        assert layout is not None
+        if self._linker is not None and (runs := self._linker.find(layout, shard, self._linker.dense(None))):
+            found = self._linker.link(runs, shard)
+        if found is None:
+            self._limit(self._writer.nbytes_written + nbytes)
+            self._writer.write_head(shard.numpy().data)
+        else:
+            self._writer.link_head(_opaque(layout, found))
 
 
 # A larger window is not faster.
