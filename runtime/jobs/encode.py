@@ -43,7 +43,7 @@ def prompt_texts(prompt: Prompt) -> Iterator[str]:
     if isinstance(prompt, TextPrompt):
         yield prompt.text
     elif isinstance(prompt, ChatPrompt):
-        yield from strings([each.content for each in prompt.messages])
+        yield from strings([each["content"] for each in prompt.messages])
 
 
 def context_error(row: Row, num_prompt_tokens: int, context_tokens: int, least: str = "") -> RowFailure | None:
@@ -227,8 +227,7 @@ class RowEncoder:
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, ChatPrompt):
-            messages = [{"role": each.role, "content": each.content, **each.beside} for each in prompt.messages]
-            return self.tokenizer.encode_chat(messages, prompt.tools, prompt.variables)
+            return self.tokenizer.encode_chat(prompt.messages, prompt.tools, prompt.variables)
         return self.tokenizer.encode(prompt.text) if isinstance(prompt, TextPrompt) else list(prompt.token_ids)
 
 

@@ -17,8 +17,8 @@ from ..sampling.grammar import ANY_OBJECT, AnswerForm, Lark, SchemaError, compil
 from ..sampling.params import LIMITS, Limit
 from ..settings.errors import SettingError, shown
 from ..settings.options import ReasoningEffort
-from ..text.messages import BadMessage, MessageFault, joined, read_messages, read_tools
-from .row import ChatPrompt, Endpoint, ErrorCode, InvalidRow, Message, TextPrompt, TokenPrompt, parse_object
+from ..text.messages import BadMessage, MessageFault, joined_parts, read_messages, read_tools
+from .row import ChatPrompt, Endpoint, ErrorCode, InvalidRow, TextPrompt, TokenPrompt, parse_object
 
 T = TypeVar("T")
 MAX_STOP = 16
@@ -107,13 +107,7 @@ _CODE_OF_MESSAGE = {
 
 def messages(value: Any, param: str) -> ChatPrompt:
     """Text parts are joined by newlines, as vLLM joins them for templates that take strings."""
-    read = _as_row_error(read_messages, value, param)
-    return ChatPrompt(tuple(_row_message(each) for each in read))
-
-
-def _row_message(read: Mapping[str, Any]) -> Message:
-    beside = {name: item for name, item in read.items() if name not in ("role", "content")}
-    return Message(read["role"], joined(read["content"]), beside)
+    return ChatPrompt(tuple(joined_parts(_as_row_error(read_messages, value, param))))
 
 
 def _as_row_error(check: Callable[[Any, str], T], value: Any, param: str) -> T:

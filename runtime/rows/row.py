@@ -172,15 +172,6 @@ class Endpoint(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
-    """`beside`: what else the template gets of it, such as calls of functions; see text/messages.py."""
-
-    role: str
-    content: str
-    beside: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
 class TextPrompt:
     """Text that is continued as it is."""
 
@@ -196,9 +187,10 @@ class TokenPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """Messages that go through the model's chat template, with function tools and further variables of it."""
+    """Messages (text/messages.py) that go through the model's chat template, with function tools and further variables
+    of it; the content of each is one text."""
 
-    messages: tuple[Message, ...]
+    messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moedge.runtime.rows.row import ChatPrompt, Defaults, Message, Row, RowFailure, TextPrompt
+from moedge.runtime.rows.row import ChatPrompt, Defaults, Row, RowFailure, TextPrompt
 from moedge.runtime.rows.row_formats import Columns, read_schema, settled, text_or_file
 from moedge.runtime.settings.errors import InputUnreadable, SettingError
 
@@ -38,7 +38,7 @@ def test_a_template_makes_the_prompt_and_every_column_comes_back(read: Read) -> 
 
 def test_with_chat_a_prompt_becomes_a_message_behind_the_system_message(read: Read) -> None:
     row = one(read, REVIEW, prompt_column="review", system="Be {{ stars }}", chat=True)
-    assert row.prompts == (ChatPrompt((Message("system", "Be 5"), Message("user", "Good"))),)
+    assert row.prompts == (ChatPrompt(({"role": "system", "content": "Be 5"}, {"role": "user", "content": "Good"})),)
     own = {"messages": [{"role": "user", "content": "a"}]}
     assert len(one(read, own, system="S", chat=True).prompts[0].messages) == 2
     has = {"messages": [{"role": "developer", "content": "d"}, *own["messages"]]}

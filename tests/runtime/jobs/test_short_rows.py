@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from moedge.runtime.rows.row import ChatPrompt, Endpoint, ErrorCode, Message, Severity, TextPrompt, TokenPrompt
+from moedge.runtime.rows.row import ChatPrompt, Endpoint, ErrorCode, Severity, TextPrompt, TokenPrompt
 
 Make = Callable[..., Any]
 
@@ -13,7 +13,8 @@ Make = Callable[..., Any]
 def test_a_prompt_is_continued_and_messages_are_a_chat(short: Make) -> None:
     assert short(prompt="a").prompts == (TextPrompt("a"),)
     assert short(prompt=[5, 6]).prompts == (TokenPrompt((5, 6)),)
-    assert short(messages=[{"role": "user", "content": "a"}]).prompts == (ChatPrompt((Message("user", "a"),)),)
+    message = {"role": "user", "content": "a"}
+    assert short(messages=[message]).prompts == (ChatPrompt((message,)),)
     assert short(prompt="a").endpoint is Endpoint.SHORT
 
 
