@@ -1,5 +1,5 @@
-"""A served batch whose server's k-th call to the system fails (`apps/serve/batches.py`, `apps/serve/files.py`): a 5xx
-in words or a documented end, and no row lost.
+"""A served batch, and an upload by itself, whose server's k-th call to the system fails (`apps/serve/batches.py`,
+`apps/serve/files.py`): a 5xx in words or a documented end, and nothing lost or half there.
 """
 
 from __future__ import annotations
@@ -56,10 +56,19 @@ class Client:
         if found:
             assert len(found) == 1, "a ghost"
             return found[0]
-        file = self.ask(lambda api: api.files.create(file=("rows.jsonl", rows()), purpose="batch"))
+        file = self._upload()
         return self.ask(
             lambda api: api.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
         )
+
+    def _upload(self) -> Any:
+        return self.ask(lambda api: api.files.create(file=("rows.jsonl", rows()), purpose="batch"))
+
+    def uploads(self) -> dict[str, str]:
+        """Uploads rows once more; what the server then has of each upload, the same once: a part would be another."""
+        self._upload()
+        files = self.ask(lambda api: api.files.list()).data
+        return {self.ask(lambda api, which=each.id: api.files.content(which)).text: "whole" for each in files}
 
     def answers(self) -> dict[str, str]:
         batch, deadline = self.batch(), time.monotonic() + LIMIT_S
@@ -74,6 +83,9 @@ class Client:
         return answered
 
 
+Ask = Callable[[Client], dict[str, str]]
+
+
 class Server:
     """`moedge serve` on a folder, with and without a fault."""
 
@@ -82,8 +94,8 @@ class Server:
         self._command = ("serve", MODEL, "--state-dir", folder, "--port", "0", "--ram", "2GiB", "--gpu-mem", "0",
                          "--deterministic", "--max-model-len", "64")  # fmt: skip
 
-    def run(self, fault: Fault | None = None) -> tuple[Ended, dict[str, str], str]:
-        """How the server ended, the answers, and what went wrong with the client, where the server lived on."""
+    def run(self, ask: Ask, fault: Fault | None = None) -> tuple[Ended, dict[str, str], str]:
+        """How the server ended, what was asked, and what went wrong with the client, where the server lived on."""
         ended: list[Ended] = []
         thread = threading.Thread(target=lambda: ended.append(self.commands.run(self._command, fault)))
         before = self.commands.said
@@ -94,7 +106,7 @@ class Server:
             while not ended and not (found := re.search(r"listening on (\S+);", said(before))):
                 time.sleep(0.02)
             if not ended and found:
-                answers = Client(found[1]).answers()
+                answers = ask(Client(found[1]))
         except openai.APIError as error:
             wrong = f"no answer: {error!r}"
         except AssertionError as error:
@@ -119,12 +131,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield Server(commands, folder / "served")
 
 
-def tried(server: Server, call: str, every: int) -> Iterator[str]:
+def tried(server: Server, call: str, every: int, ask: Ask = Client.answers) -> Iterator[str]:
     shutil.rmtree(server.work, ignore_errors=True)
-    ended, reference, wrong = server.run()
-    assert (len(reference), wrong) == (ROWS, ""), ended.said
+    ended, reference, wrong = server.run(ask)
+    assert reference, ended.said
+    assert not wrong, ended.said
     shutil.rmtree(server.work)
-    ended, found, wrong = server.run(Fault(call, 1 << 30, errno.EIO, str(server.work)))
+    ended, found, wrong = server.run(ask, Fault(call, 1 << 30, errno.EIO, str(server.work)))
     # One that hung counted nothing, and nothing would be tried.
     assert (found, wrong) == (reference, ""), ended
     count, codes = ended.counted, Counter[int | None]()
@@ -132,12 +145,12 @@ def tried(server: Server, call: str, every: int) -> Iterator[str]:
         shutil.rmtree(server.work, ignore_errors=True)
         number = ERRORS[call][last % len(ERRORS[call])]
         what = f"{call} {last} of {count}, {errno.errorcode[number]}"
-        ended, found, wrong = server.run(Fault(call, last, number, str(server.work)))
+        ended, found, wrong = server.run(ask, Fault(call, last, number, str(server.work)))
         codes[ended.code] += 1
         faults = [f"{what}: {wrong or found}"] if wrong or (found and found != reference) else []
         if ended.code in (None, ExitCode.BUG) or "Traceback" in ended.said:
             faults.append(f"{what}: exit code {ended.code}: {ended.said[-1500:]}")
-        ended, found, wrong = server.run()
+        ended, found, wrong = server.run(ask)
         if wrong or found != reference:
             faults.append(f"{what}: then {wrong or found}, exit code {ended.code}: {ended.said[-500:]}")
         # Now and not at the end: a run of every k takes long.
@@ -154,3 +167,9 @@ def test_a_server_whose_call_fails_loses_no_row(server: Server) -> None:
 @pytest.mark.parametrize("call", ERRORS)
 def test_a_server_whose_every_call_fails_loses_no_row(call: str, server: Server) -> None:
     assert list(tried(server, call, 1)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ERRORS)
+def test_an_upload_whose_every_call_fails_leaves_no_part(call: str, server: Server) -> None:
+    assert list(tried(server, call, 1, Client.uploads)) == []
