@@ -20,7 +20,7 @@ from moedge.batch import batch_request
 from moedge.cli import jobs
 from moedge.cli.batch import batch
 from moedge.cli.plan import plan
-from moedge.runtime.jobs.job import Running
+from moedge.runtime.jobs.session import JobSession
 from moedge.runtime.settings.errors import BadArgument, JobMismatch, OverBudget
 from moedge.runtime.settings.option import options_of
 from moedge.runtime.settings.options import BatchOptions, LLMOptions, PlanOptions
@@ -122,17 +122,17 @@ def test_ctrl_c_keeps_what_was_answered(
     checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, rows, out = checkpoint("llama"), write_rows(tmp_path / "in.jsonl", 6), tmp_path / "out.jsonl"
-    why = Running._why_stop
+    why = JobSession.cancelled
 
-    def press(running: Running) -> str | None:
+    def press(session: JobSession) -> str | None:
         # Rows are confirmed by another thread, which a busy disk may hold up beyond the last pass.
-        running.session.journal.sync()
-        if running.session.committed.ok >= 2:
+        session.journal.sync()
+        if session.committed.ok >= 2:
             os.kill(os.getpid(), signal.SIGINT)
-        return why(running)
+        return why(session)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Running, "_why_stop", press)
+        patch.setattr(JobSession, "cancelled", press)
         with pytest.raises(KeyboardInterrupt):
             run_batch(model, rows, out, ram="3GiB", max_sequences=2, progress=False)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -147,7 +147,9 @@ def test_memory_above_the_budget_raises_and_the_answers_are_there(
     """Something else in the process takes the memory, after the rehearsal."""
     model, rows, out = checkpoint("llama"), write_rows(tmp_path / "in.jsonl", 2), tmp_path / "out.jsonl"
     monkeypatch.setattr(
-        Running, "_why_stop", lambda running: monkeypatch.setattr("moedge.runtime.plan.memory_ledger.host_peak", huge)
+        JobSession,
+        "cancelled",
+        lambda session: monkeypatch.setattr("moedge.runtime.plan.memory_ledger.host_peak", huge),
     )
     with pytest.raises(OverBudget, match=r"1024\.00 GiB of RAM were used, and the budget is") as raised:
         run_batch(model, rows, out, ram="3GiB", progress=False)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from moedge import LLM, MoedgeError, RequestOutput, SamplingParams, run_batch
-from moedge.runtime.jobs.job import Running
+from moedge.runtime.jobs.session import JobSession
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.settings.errors import BadArgument, DoesNotFit, EngineUnavailable, PromptError, SettingError
 from moedge.runtime.settings.options import LLMOptions
@@ -108,15 +108,15 @@ def test_files_are_answered_on_the_engine_that_is_loaded(
 
 
 def test_ctrl_c_in_a_job_leaves_the_llm_ready(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, out, why = tmp_path / "in.jsonl", tmp_path / "out.jsonl", Running._why_stop
+    rows, out, why = tmp_path / "in.jsonl", tmp_path / "out.jsonl", JobSession.cancelled
     rows.write_text("".join(json.dumps({"prompt": ids, "max_tokens": 4}) + "\n" for ids in token_prompts()))
 
-    def press(running: Running) -> str | None:
+    def press(session: JobSession) -> str | None:
         os.kill(os.getpid(), signal.SIGINT)
-        return why(running)
+        return why(session)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Running, "_why_stop", press)
+        patch.setattr(JobSession, "cancelled", press)
         with pytest.raises(KeyboardInterrupt):
             llm.run_batch(rows, out, progress=False)
     assert not out.exists()
