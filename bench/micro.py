@@ -13,6 +13,7 @@ SUBJECTS = {
     "linear": "products with packed matrices, by rows and format",
     "pack": "packing of matrices against bitsandbytes, and the error of each format",
     "reads": "the stream's reader threads against the disk",
+    "rows": "what kernels on codes compute a second, by number of rows",
     "step": "what a pass costs outside the model",
     "widen": "widening and packing of quantized checkpoints' weights, by type",
 }

@@ -25,7 +25,7 @@ constexpr int64_t AHEAD = 4096;
 // Longer groups are summed in parts of this many columns, the last one of what is left; each part is scaled.
 constexpr int64_t MOST_PART = 128;
 // The columns that are widened at a time where several blocks of rows are multiplied by them: half of a first cache.
-constexpr int64_t MOST_WIDENED = 256;
+constexpr int64_t MOST_WIDENED = MOEDGE_LEVEL >= 2 ? 256 : 128;
 
 using Type = moedge_codes;
 using Scales = moedge_scales;
@@ -64,8 +64,9 @@ struct Pair {
 };
 // Rows whose sums fit the registers beside a pair and their results.
 constexpr int ROWS_AT_ONCE = 6;
-// Rows that are multiplied by codes as they are widened. From the third block of rows on, keeping widened ones is faster.
-constexpr int64_t MOST_DIRECT = 12;
+// Rows of a block that is multiplied by codes as they are widened, and rows up to which codes are widened again for each
+// such block: of more rows, keeping widened ones is faster.
+constexpr int64_t ROWS_DIRECT = 12, MOST_DIRECT = 2 * ROWS_DIRECT;
 
 inline void add_products(vf (&sums)[VECTORS], const Pair& pair, const uint16_t* x) {
     int both;
@@ -76,11 +77,15 @@ inline void add_products(vf (&sums)[VECTORS], const Pair& pair, const uint16_t* 
 }
 #else
 using Pair = FloatPair;
-constexpr int ROWS_AT_ONCE = MOEDGE_LEVEL >= 2 ? 6 : 1;
-constexpr int64_t MOST_DIRECT = ROWS_AT_ONCE;
+// Of sixteen registers twelve are sums of three rows.
+constexpr int ROWS_AT_ONCE = MOEDGE_LEVEL >= 2 ? 6 : 3;
+constexpr int64_t ROWS_DIRECT = ROWS_AT_ONCE, MOST_DIRECT = MOEDGE_LEVEL >= 2 ? 2 * ROWS_DIRECT : ROWS_DIRECT;
 
 inline void add_products(vf (&sums)[VECTORS], const Pair& pair, const uint16_t* x) {
-    const vf first = set1(bf16_to_float(x[0])), second = set1(bf16_to_float(x[1]));
+    int both;
+    memcpy(&both, x, 4);
+    const vi numbers = all_lanes(both);
+    const vf first = (vf)left_by(numbers, 16), second = (vf)(numbers & all_lanes(int(0xffff0000)));
     for (int v = 0; v < VECTORS; v++) {
         sums[v] = fma(pair.values[0][v], first, sums[v]);
         sums[v] = fma(pair.values[1][v], second, sums[v]);
@@ -327,9 +332,9 @@ void add_rows(int64_t rows, float* results, const Source& source, const Matrix& 
     case n:            \
         return add_rows<SCALES, n>(results, source, matrix, tile, in, first, begin, end);
     switch (rows) {
-        MOEDGE_CASE(1)
+        MOEDGE_CASE(1) MOEDGE_CASE(2) MOEDGE_CASE(3)
 #if MOEDGE_LEVEL >= 2
-        MOEDGE_CASE(2) MOEDGE_CASE(3) MOEDGE_CASE(4) MOEDGE_CASE(5) MOEDGE_CASE(6)
+        MOEDGE_CASE(4) MOEDGE_CASE(5) MOEDGE_CASE(6)
 #endif
 #if MOEDGE_LEVEL >= 3
         MOEDGE_CASE(7) MOEDGE_CASE(8) MOEDGE_CASE(9) MOEDGE_CASE(10) MOEDGE_CASE(11) MOEDGE_CASE(12)
@@ -350,8 +355,8 @@ void multiply_tile(const Matrix& matrix, int64_t tile, const Inputs& in, float* 
     memset(results, 0, static_cast<size_t>(in.rows) * OUTPUTS * sizeof(float));
     const int64_t chunks = matrix.columns / CHUNK;
     const Codes<VALUES> source(matrix.codes + tile * (matrix.columns / 2) * Codes<VALUES>::NBYTES);
-    if (in.rows <= 2 * MOST_DIRECT) {
-        const int64_t at_once = in.rows <= MOST_DIRECT ? in.rows : (in.rows + 1) / 2;
+    if (in.rows <= MOST_DIRECT) {
+        const int64_t at_once = in.rows <= ROWS_DIRECT ? in.rows : (in.rows + 1) / 2;
         for (int64_t first = 0; first < in.rows; first += at_once) {
             const int64_t rest = in.rows - first;
             add_rows<SCALES>(rest < at_once ? rest : at_once, results, source, matrix, tile, in, first, 0, chunks);

@@ -225,9 +225,9 @@ void add_integer_rows(int64_t rows, float* results, const Source& source, const 
     case n:            \
         return add_integer_rows<VALUES, SCALES, n>(results, source, matrix, tile, in, first, begin, end);
     switch (rows) {
-        MOEDGE_CASE(1)
+        MOEDGE_CASE(1) MOEDGE_CASE(2) MOEDGE_CASE(3)
 #if MOEDGE_LEVEL >= 2
-        MOEDGE_CASE(2) MOEDGE_CASE(3) MOEDGE_CASE(4) MOEDGE_CASE(5) MOEDGE_CASE(6)
+        MOEDGE_CASE(4) MOEDGE_CASE(5) MOEDGE_CASE(6)
 #endif
 #if MOEDGE_LEVEL >= 3
         MOEDGE_CASE(7) MOEDGE_CASE(8) MOEDGE_CASE(9) MOEDGE_CASE(10) MOEDGE_CASE(11) MOEDGE_CASE(12)
@@ -241,8 +241,8 @@ void multiply_integers(const Matrix& matrix, int64_t tile, const IntegerInputs& 
     memset(results, 0, static_cast<size_t>(in.rows) * OUTPUTS * sizeof(float));
     const int64_t chunks = matrix.columns / CHUNK;
     const Quads<VALUES> source(matrix.codes + tile * (matrix.columns / 4) * Quads<VALUES>::NBYTES);
-    if (in.rows <= 2 * MOST_DIRECT) {
-        const int64_t at_once = in.rows <= MOST_DIRECT ? in.rows : (in.rows + 1) / 2;
+    if (in.rows <= MOST_DIRECT) {
+        const int64_t at_once = in.rows <= ROWS_DIRECT ? in.rows : (in.rows + 1) / 2;
         for (int64_t first = 0; first < in.rows; first += at_once) {
             const int64_t rest = in.rows - first;
             add_integer_rows<VALUES, SCALES>(rest < at_once ? rest : at_once, results, source, matrix, tile, in, first, 0, chunks);
