@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -144,7 +144,7 @@ class Matmul:
         elif self._is_fused(x, packed):
             nf4.multiply(x, packed.planes, y)
         elif not self.deterministic and is_direct(packed.layout, dtype_name(x.dtype)):
-            torch.mm(x, packed.planes[0].t(), out=y)
+            multiply_rows(x, packed.planes[0], y)
         elif not self.deterministic and (multiply := self._kernel(x, packed)):
             y.copy_(multiply(x, packed.planes)[:, : y.shape[1]])
         else:
@@ -231,9 +231,37 @@ class Matmul:
         if self.deterministic:
             _multiply_tiles(x, weight, part, scratch)
         else:
-            torch.mm(x, weight.t(), out=part)
+            multiply_rows(x, weight, part)
         if scales is not None:
             part.mul_(scales)
+
+
+# From so many rows on, torch's product in 16 bits takes longer than widening the matrix to float32 as well.
+WIDENED_ROWS = 16
+# The numbers of the matrix and of the rows that are widened at a time: 2 and 4 MiB, or TILE rows.
+WIDENED_WEIGHTS, WIDENED_INPUTS = 1 << 19, 1 << 20
+
+
+def multiply_rows(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Writes x [T, K] times weight [N, K] transposed, all of one dtype, into out [T, N].
+
+    oneDNN's products in 16 bits want AVX-512. Where a processor has AVX2 alone, torch multiplies in a loop of its own,
+    seven times as long as in float32 (docs/dev/internals.md): there, rows and matrix are widened block by block.
+    """
+    if x.element_size() != 2 or x.device.type != "cpu" or len(x) < WIDENED_ROWS or not is_avx2_alone():
+        torch.mm(x, weight.t(), out=out)
+        return
+    rows, outputs = max(1, WIDENED_INPUTS // x.shape[1] // TILE) * TILE, max(1, WIDENED_WEIGHTS // x.shape[1])
+    for row in range(0, len(x), rows):
+        wide = x[row : row + rows].float()
+        for output in range(0, len(weight), outputs):
+            out[row : row + rows, output : output + outputs] = wide @ weight[output : output + outputs].float().t()
+
+
+@cache
+def is_avx2_alone() -> bool:
+    """Whether torch found AVX2 and no AVX-512."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
 def strips(layout: Layout, deterministic: bool) -> list[slice]:
@@ -249,7 +277,7 @@ def _multiply_tiles(x: Tensor, weight: Tensor, y: Tensor, scratch: Scratch) -> N
         rows = x[start : start + TILE]
         scratch.x[: len(rows)].copy_(rows)
         scratch.x[len(rows) :].zero_()
-        torch.mm(scratch.x, weight.t(), out=product)
+        multiply_rows(scratch.x, weight, product)
         y[start : start + TILE].copy_(product[: len(rows)])
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from moedge.quant import scratch
 from moedge.quant.formats import bitsandbytes_kernels, int8
 from moedge.quant.formats.format import ALIGNMENT, NF4PACK, QUANT_FORMATS, TILES, FormatError
-from moedge.quant.matmul import tiled
+from moedge.quant.matmul import matmul, tiled
 from moedge.quant.matmul.matmul import FEW_NUMBERS, GEMV_MAX_ROWS, Matmul, ParallelMatmul, Workspace, kernel_order
 from moedge.quant.matmul.thread_pool import torch_threads
 from moedge.quant.scratch import TILE, scratch_nbytes
@@ -137,10 +137,27 @@ def test_sums_of_integers_are_exact_where_torch_s_are_not(
     """Without VNNI oneDNN's sums saturate. Sums in float32 of few enough products have the same bits as integers'."""
     packed, x = pack(torch.ones(shape) * 3, "int8"), torch.ones(7, shape[1])
     packed.planes[0].copy_(torch.randint(96, 128, shape, generator=torch.Generator().manual_seed(2)))
-    monkeypatch.setattr(int8, "sums_are_exact", lambda: False)
+    monkeypatch.setattr(int8, "has_integer_sums", lambda: False)
     y = integer_compute().linear(x, packed)
     sums = packed.planes[0].long().sum(1) * 127
     assert torch.equal(y, (sums.float() * (1 / torch.tensor(127.0)) * packed.planes[1]).expand(7, -1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(matmul.WIDENED_ROWS, 37, 576), (501, 49, 10944), (99, 75, 24001)], ids=str)
+def test_rows_in_16_bits_are_widened_where_there_is_avx2_alone(
+    dtype: torch.dtype, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Block by block, whatever is left over of rows, outputs or columns; sums are in float32, rounded once."""
+    num_rows, outputs, columns = shape
+    monkeypatch.setattr(matmul, "is_avx2_alone", lambda: True)
+    x, weight = gaussian(num_rows, columns, dtype), gaussian(outputs, columns, dtype, seed=1) / columns**0.5
+    y = torch.full((num_rows, outputs + 3), torch.nan, dtype=dtype)
+    matmul.multiply_rows(x, weight, y[:, 2:-1])
+    assert y[:, :2].isnan().all()
+    assert y[:, -1].isnan().all()
+    exact = x.double() @ weight.double().t()
+    assert (y[:, 2:-1].double() - exact).abs().max() <= torch.finfo(dtype).eps * exact.abs().max()
 
 
 def test_integer_products_cost_what_rounding_to_127_steps_costs() -> None:
