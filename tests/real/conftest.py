@@ -62,20 +62,27 @@ def defined(reference: Stock) -> DefinitionsOf:
 def found(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Mapping[tuple[str, Case], Found | str]:
-    """What every selected case gave of its model: one process an instruction set runs all of its cases.
-
-    The interpreter uses one core, and its cases run beside the others.
-    """
+    """What every selected case gave of its model: a process for each model and instruction set, two at a time, since
+    loading, and Triton's interpreter, use one core."""
     params = [each.params for item in request.session.items if (each := getattr(item, "callspec", None))]
     asked = dict.fromkeys((each["name"], each["case"]) for each in params if "case" in each)
-
     models = {name: MODELS[name]() for name in dict.fromkeys(name for name, _ in asked)}
+    together: dict[tuple[str, str], list[Case]] = {}
+    for name, case in asked:
+        together.setdefault((name, case.isa), []).append(case)
 
-    def run(name: str) -> dict[tuple[str, Case], Found | str]:
-        some = [case for of, case in asked if of == name]
-        found = measure(models[name], some, tmp_path_factory.mktemp(name), NUM_WINDOWS, FEW) if some else {}
-        return {(name, case): each for case, each in found.items()}
+    def run(key: tuple[str, str]) -> dict[tuple[str, Case], Found | str]:
+        name, _ = key
+        measured = measure(models[name], together[key], tmp_path_factory.mktemp(name), NUM_WINDOWS, FEW)
+        return {(name, case): each for case, each in measured.items()}
 
-    with ThreadPoolExecutor(1) as beside:
-        interpreted = beside.submit(run, "shallow")
-        return run("original") | run("rotated") | interpreted.result()
+    with ThreadPoolExecutor(2) as processes:
+        return {key: each for part in processes.map(run, together) for key, each in part.items()}
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints the tables that tests made, in whichever process."""
+    for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
+        for name, table in report.user_properties:
+            if name == "table":
+                terminalreporter.write_line(f"\n{table}")

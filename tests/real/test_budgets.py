@@ -18,16 +18,16 @@ pytestmark = pytest.mark.real
 
 
 def batch(model: Path, folder: Path, ram: str, *options: str) -> subprocess.CompletedProcess[str]:
-    """`moedge batch` over eight questions in a process of its own: a budget is that of the whole process."""
+    """`moedge batch` over four questions in a process of its own: a budget is that of the whole process."""
     folder.mkdir()
     rows = folder / "rows.jsonl"
     lines = [
-        {"id": str(index), "messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 16}
-        for index, question in enumerate(QUESTIONS[:8])
+        {"id": str(index), "messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 8}
+        for index, question in enumerate(QUESTIONS[:4])
     ]
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
     command = [sys.executable, "-m", "moedge", "batch", str(model), str(rows), "-o", str(folder / "answers.jsonl"),
-               "--max-sequences", "4", "--gpu-mem", "0", "--ram", ram, *options]  # fmt: skip
+               "--max-sequences", "2", "--gpu-mem", "0", "--ram", ram, *options]  # fmt: skip
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 

@@ -151,15 +151,14 @@ def test_formats_lose_no_more_than_a_hundredth(name: str, case: Case, found: Fou
 @pytest.mark.slow
 @pytest.mark.parametrize("of", ["original", "rotated"])
 def test_the_table_of_what_formats_lose(
-    of: str, found: FoundOf, defined: DefinitionsOf, capsys: pytest.CaptureFixture[str]
+    of: str, found: FoundOf, defined: DefinitionsOf, record_property: Callable[[str, object], None]
 ) -> None:
     """Printed; off the grid formats lose in the order in which `auto` and docs/quality.md rank them.
 
     All formats together answer as their definitions do, as often as these do in bf16.
     """
     results = [(case, result(found, of, case)) for case in cases.weights_and_compute()]
-    with capsys.disabled():
-        print(f"\n\n{of}:\n", *tables.weights(results, defined(of)), sep="\n")
+    record_property("table", "\n".join([f"{of}:\n", *tables.weights(results, defined(of))]))
     ours, theirs = list[bool](), list[bool]()
     for case, each in results:
         wanted, in_bf16 = (defined(of)(case.quant, case.compute, "bf16", dtype) for dtype in ("fp32", "bf16"))

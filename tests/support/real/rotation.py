@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,11 +92,14 @@ def _written(name: str, change: Callable[[Any], None]) -> Path:
     file = smollm2()
     model = load(file)
     change(model)
-    unfinished = folder.with_suffix(".new")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    model.to(torch.bfloat16).save_pretrained(unfinished)
-    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(unfinished)
-    return unfinished.rename(folder)
+    # Two processes may write it at once; the first one's stays.
+    with tempfile.TemporaryDirectory(dir=cache()) as scratch:
+        unfinished = Path(scratch) / name
+        model.to(torch.bfloat16).save_pretrained(unfinished)
+        AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(unfinished)
+        if not folder.exists():
+            unfinished.rename(folder)
+    return folder
 
 
 def write_gguf(folder: Path, file: Path) -> Path:
