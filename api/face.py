@@ -73,10 +73,10 @@ if TYPE_CHECKING:
     from .runtime.settings import errors, option, options
     from .runtime.settings.errors import counted
     from .runtime.settings.stages import stage, watching
-    from .runtime.source.model_source import ModelSource, open_source
+    from .runtime.source.model_source import ModelSource, open_source, public_name
     from .runtime.text.confinement import lacking, shut_in
     from .runtime.text.folder import has_chat_template
-    from .runtime.text.template import Child, pack, read_body, unpack
+    from .runtime.text.template import Child, frame, pack, read_body, unpack
     from .runtime.text.tokenizer import Tokenizer
     from .runtime.weights.key_offsets import KeyOffsets
 
@@ -166,6 +166,7 @@ _MODULES = {
     "Tokenizer": ".runtime.text.tokenizer",
     "has_chat_template": ".runtime.text.folder",
     "open_source": ".runtime.source.model_source",
+    "public_name": ".runtime.source.model_source",
     "stage": ".runtime.settings.stages",
     "watching": ".runtime.settings.stages",
     # A job, by its states: rows to take, answers to give, rows to add.
@@ -215,6 +216,7 @@ _MODULES = {
     "parse_object": ".runtime.rows.row",
     # Processes that are shut in, for what strangers wrote.
     "Child": ".runtime.text.template",
+    "frame": ".runtime.text.template",
     "pack": ".runtime.text.template",
     "read_body": ".runtime.text.template",
     "reset_host_peak": ".offload.memory",
@@ -346,6 +348,7 @@ __all__ = [
     "find_torch",
     "first_state",
     "formats_line",
+    "frame",
     "gib",
     "gpu_kernels",
     "has_chat_template",
@@ -374,6 +377,7 @@ __all__ = [
     "parse_object",
     "parse_size",
     "product_error",
+    "public_name",
     "read_body",
     "read_schema",
     "reads_integers",

@@ -13,14 +13,15 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
-from hashlib import blake2b, sha256
+from hashlib import blake2b
 from itertools import islice
 from pathlib import Path, PurePath
 from queue import SimpleQueue
+from tempfile import TemporaryDirectory
 from threading import Event
 from typing import Any, BinaryIO, overload
 
@@ -28,6 +29,7 @@ from ...face import errors, own_name
 from .document import Document, UnreadDocument
 from .reader_process import ReaderProcess, ReadOptions
 from .readers.content import Content, ReadCode, ReadFailure
+from .unpacking import Unpacked, file_digest, is_container, opened_document, shown
 
 
 class Skipped(StrEnum):
@@ -41,6 +43,7 @@ class Skipped(StrEnum):
     BROKEN_LINK = "broken link"
     NOT_A_FILE = "not a regular file"
     UNREADABLE_FOLDER = "unreadable folder"
+    JOB_FOLDER = "folder of a job"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,7 @@ class FoundFile:
     @property
     def name(self) -> str:
         """The path as text that UTF-8 can hold: other bytes become `\\xNN`."""
-        return os.fsencode(self.path).decode("utf-8", "backslashreplace")
+        return shown(self.path)
 
 
 class FoundFiles(Sequence[FoundFile]):
@@ -88,17 +91,39 @@ class FoundFiles(Sequence[FoundFile]):
 
 
 def find_files(
-    folder: str | os.PathLike[str], *, include: Sequence[str] = (), exclude: Sequence[str] = ()
+    folder: str | os.PathLike[str],
+    *,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    unpacked: Unpacked | None = None,
 ) -> Iterator[FoundFile]:
     """Every file below `folder` exactly once, skipped ones too; the content of hidden folders counts as hidden.
 
+    With `unpacked`, what lies in an archive, a mailbox or a mail comes behind it, and an archive gives way to it.
     `include` and `exclude` are globs of the whole path (`invoices/*.pdf`) or, without a slash, of the name (`*.pdf`);
-    a `*` also matches slashes. Raises InputUnreadable for a folder that cannot be listed.
+    a `*` also matches slashes, and one that matches a container matches all that lies in it. Raises InputUnreadable
+    for a folder that cannot be listed.
     """
     root = Path(folder)
     if not root.is_dir():
         raise errors.InputUnreadable(f"{root} is not a folder; give the folder that holds the documents")
-    yield from _walk(root, os.path.realpath(root), "", include, exclude)
+    for found in _walk(root, os.path.realpath(root), "", include, exclude):
+        if unpacked is None or found.skipped not in (None, Skipped.NOT_INCLUDED) or not is_container(found.path):
+            yield found
+            continue
+        for each in unpacked.members(found.path):
+            yield FoundFile(each.path, _left_out(each.path, len(found.path), include, exclude), each.nbytes)
+
+
+def _left_out(path: str, start: int, include: Sequence[str], exclude: Sequence[str]) -> Skipped | None:
+    """Why a file is not read by its path, whose containers are all that begin it from `start` on."""
+    inside = path[start:].split("/")[1:]
+    ways = [path[: len(path) - len("/".join(["", *inside[number:]]))] for number in range(len(inside))] + [path]
+    if include and not any(_matches(way, glob) for way in ways for glob in include):
+        return Skipped.NOT_INCLUDED
+    if any(_matches(way, glob) for way in ways for glob in exclude):
+        return Skipped.EXCLUDED
+    return Skipped.HIDDEN if any(part.startswith(".") for part in inside) else None
 
 
 def _walk(
@@ -115,6 +140,8 @@ def _walk(
         path = f"{below}/{entry.name}" if below else entry.name
         if entry.name.startswith("."):
             yield FoundFile(path, Skipped.HIDDEN)
+        elif entry.is_dir(follow_symlinks=False) and entry.name.endswith(".job"):
+            yield FoundFile(path, Skipped.JOB_FOLDER)
         elif entry.is_dir(follow_symlinks=False):
             yield from _walk(root, real_root, path, include, exclude)
         else:
@@ -124,10 +151,9 @@ def _walk(
 def _found(
     entry: os.DirEntry[str], path: str, real_root: str, include: Sequence[str], exclude: Sequence[str]
 ) -> FoundFile:
-    if include and not any(_matches(path, glob) for glob in include):
-        return FoundFile(path, Skipped.NOT_INCLUDED)
-    if any(_matches(path, glob) for glob in exclude):
-        return FoundFile(path, Skipped.EXCLUDED)
+    left_out = _left_out(path, len(path), include, exclude)
+    if left_out is not None and not (left_out is Skipped.NOT_INCLUDED and is_container(path)):
+        return FoundFile(path, left_out)
     try:
         status = entry.stat()
     except OSError:
@@ -140,7 +166,7 @@ def _found(
             return FoundFile(path, Skipped.LINK_TO_FOLDER)
     if not stat.S_ISREG(status.st_mode):
         return FoundFile(path, Skipped.NOT_A_FILE)
-    return FoundFile(path, None, status.st_size)
+    return FoundFile(path, left_out, status.st_size)
 
 
 def _matches(path: str, glob: str) -> bool:
@@ -198,7 +224,6 @@ class TextCache:
         return self._folder / digest[:2] / f"{digest}-{blake2b(key, digest_size=4).hexdigest()}.json"
 
 
-_PIECE_NBYTES = 1 << 20
 DEFAULTS = ReadOptions()
 
 
@@ -219,38 +244,34 @@ def iter_documents(
 
     Raises InputUnreadable for a folder that cannot be listed, SettingError for a reader that cannot be imported.
     """
-    files = find_files(folder, include=include, exclude=exclude)
-    yield from read_files(Path(folder), (each for each in files if each.skipped is None), options, cache, workers)
-
-
-def read_files(
-    folder: Path,
-    files: Iterable[FoundFile],
-    options: ReadOptions,
-    cache: str | os.PathLike[str] | None = None,
-    workers: int | None = None,
-) -> Iterator[Document | UnreadDocument]:
-    """The same for files that were found before."""
-    with _readers(folder, options, cache, workers) as (submit, ahead):
-        waiting: deque[Future[Document | UnreadDocument]] = deque()
-        for found in files:
-            waiting.append(submit(found))
-            if len(waiting) >= ahead:
+    with (
+        TemporaryDirectory(prefix="moedge-") as spool,
+        closing(Unpacked(Path(folder), Path(spool), options)) as unpacked,
+    ):
+        files = find_files(folder, include=include, exclude=exclude, unpacked=unpacked)
+        with _readers(Path(folder), Path(spool), options, cache, workers) as (submit, ahead):
+            waiting: deque[Future[Document | UnreadDocument]] = deque()
+            for found in files:
+                if found.skipped is None:
+                    waiting.append(submit(found))
+                if len(waiting) >= ahead:
+                    yield waiting.popleft().result()
+            while waiting:
                 yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
 
 
 def read_as_completed(
     folder: Path,
+    spool: Path,
     files: Iterable[tuple[int, FoundFile]],
     options: ReadOptions,
     cache: str | os.PathLike[str] | None,
     workers: int | None,
     stop: Event,
 ) -> Iterator[tuple[int, Document | UnreadDocument]]:
-    """The same for numbered files, each as soon as it is read: a slow one delays no other. Ends once `stop` is set."""
-    with _readers(folder, options, cache, workers) as (submit, ahead):
+    """The same for numbered files that were found before, with what containers hold in `spool`; each as soon as it is
+    read: a slow one delays no other. Ends once `stop` is set."""
+    with _readers(folder, spool, options, cache, workers) as (submit, ahead):
         left = iter(files)
         waiting = {submit(found): number for number, found in islice(left, ahead)}
         while waiting and not stop.is_set():
@@ -267,7 +288,7 @@ Submit = Callable[[FoundFile], Future[Document | UnreadDocument]]
 
 @contextmanager
 def _readers(
-    folder: Path, options: ReadOptions, cache: str | os.PathLike[str] | None, workers: int | None
+    folder: Path, spool: Path, options: ReadOptions, cache: str | os.PathLike[str] | None, workers: int | None
 ) -> Iterator[tuple[Submit, int]]:
     """(starts to read a file, how many files may wait for whoever takes them); ends what is still being read."""
     count = workers or min(4, os.cpu_count() or 1)
@@ -280,7 +301,7 @@ def _readers(
     def read(found: FoundFile) -> Document | UnreadDocument:
         process = processes.get()
         try:
-            return _read(folder, found, process, kept, options)
+            return _read(folder, spool, found, process, kept, options)
         finally:
             processes.put(process)
 
@@ -296,12 +317,12 @@ def _readers(
 
 
 def _read(
-    folder: Path, found: FoundFile, process: ReaderProcess, cache: TextCache | None, options: ReadOptions
+    folder: Path, spool: Path, found: FoundFile, process: ReaderProcess, cache: TextCache | None, options: ReadOptions
 ) -> Document | UnreadDocument:
     digest = ""
     try:
-        with _opened(folder / found.path) as file:
-            digest, nbytes = _digest(file, options.limits.file_nbytes)
+        with opened_document(folder, found.path, spool) as file:
+            digest, nbytes = file_digest(file, options.limits.file_nbytes)
             content = None if cache is None else cache.get(digest, found.path)
             if content is None:
                 file.seek(0)
@@ -325,23 +346,3 @@ def _content(
     if cache is not None:
         cache.keep(digest, found.path, content)
     return content
-
-
-def _opened(path: Path) -> BinaryIO:
-    """A regular file: what was one when the folder was listed may be a pipe by now, which would never end."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise ReadFailure(ReadCode.UNREADABLE, "it is not a regular file any more")
-    return os.fdopen(descriptor, "rb")
-
-
-def _digest(file: BinaryIO, most: int) -> tuple[str, int]:
-    """(sha256, bytes). Raises ReadFailure for a file with more than `most` bytes."""
-    hashed, nbytes = sha256(), 0
-    while data := file.read(_PIECE_NBYTES):
-        hashed.update(data)
-        nbytes += len(data)
-        if nbytes > most:
-            raise ReadFailure(ReadCode.TOO_LARGE, f"it has more than {most:,} bytes; split it, or leave it out")
-    return hashed.hexdigest(), nbytes

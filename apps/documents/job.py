@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from heapq import nsmallest
 from pathlib import Path
@@ -36,6 +37,7 @@ from .request import DocumentPaths, DocumentsRequest, refuse_foreign
 from .rounds import Entry, EntryLog, IndexedEntries, Round, Rounds, RowAnswers, RowLines, read_entries, row_id
 from .schemas import KeyedLists
 from .table import DocumentTable, Mirror, Totals
+from .unpacking import Unpacked
 
 if TYPE_CHECKING:
     # It knows plans, which what is refused at once needs not.
@@ -101,11 +103,15 @@ class Listed:
     report: FolderReport
 
     @classmethod
-    def of(cls, request: DocumentsRequest, outputs: OutputPaths) -> Self:
-        """Lists the folder of a job. Raises InputUnreadable, MissingExtra, InputRefused where nothing is to be read."""
+    def of(cls, request: DocumentsRequest, paths: DocumentPaths) -> Self:
+        """Lists the folder of a job and unpacks what lies in its files.
+
+        Raises InputUnreadable, MissingExtra, InputRefused where nothing is to be read.
+        """
         folder, report = Path(request.batch.input), FolderReport()
-        found = find_files(folder, include=request.include, exclude=request.exclude)
-        files = report.found(each for each in found if not _is_own(outputs, folder, each))
+        with closing(Unpacked(folder, paths.members, request.reading)) as unpacked:
+            found = find_files(folder, include=request.include, exclude=request.exclude, unpacked=unpacked)
+            files = report.found(each for each in found if not _is_own(paths.outputs, folder, each))
         if not report.num_files:
             raise errors.InputRefused(f"{folder} has no file to read; {report.skipped.total():,} were skipped")
         if request.reading.reader is None:
@@ -116,9 +122,7 @@ class Listed:
 def _is_own(outputs: OutputPaths, folder: Path, found: FoundFile) -> bool:
     """Whether a file is one of the job: its output may be in the folder of the documents."""
     path = Path(found.path)
-    if outputs.job.name in path.parts:
-        return (folder / path).resolve().is_relative_to(outputs.job.resolve())
-    ours = (each for each in (outputs.out, outputs.errors, outputs.partial) if each.name == path.name)
+    ours = (each for each in (outputs.out, outputs.errors, outputs.partial, outputs.job) if each.name == path.name)
     return any((folder / path).parent.resolve() == each.parent.resolve() for each in ours)
 
 
@@ -269,7 +273,8 @@ class DocumentJob:
     def _read(self, files: Sequence[FoundFile]) -> Iterator[tuple[int, Document | UnreadDocument]]:
         request, folder = self._request, Path(self._request.batch.input)
         cache = request.cache or self._paths.texts
-        return read_as_completed(folder, enumerate(files), request.reading, cache, request.workers, Event())
+        members = self._paths.members
+        return read_as_completed(folder, members, enumerate(files), request.reading, cache, request.workers, Event())
 
     def _indexed(self) -> Iterator[Entry]:
         """The entries of the documents that were read."""
@@ -341,18 +346,26 @@ class DocumentJob:
                 elif not table:
                     out.write(line)
                 if table:
-                    lines.write(_line({name: value for name, value in row.items() if name != "answer"}))
+                    lines.write(_line({name: value for name, value in row.items() if name in _OF_TABLE}))
             if table:
                 lines.flush()
                 fields = schema_fields(self._question.schema)
-                formulas = not self._request.batch.csv_safe
+                parts = ("chunk", "first_page", "last_page") if self._question.long is Long.SPLIT else ()
                 write_table(
-                    self._paths.outputs.out.suffix, lambda: _lines(lines.hidden), fields, out.write, formulas=formulas
-                )
+                    self._paths.outputs.out.suffix, lambda: _lines(lines.hidden), fields, out.write,
+                    formulas=not self._request.batch.csv_safe,
+                    first=("source", *parts, *(() if fields else ("text",))),
+                )  # fmt: skip
         finally:
             if table:
                 lines.discard()
         return failed
+
+
+# What a table shows, and what its answers are read from. Where an answer comes from is in lines of JSON.
+_OF_TABLE = {
+    "id", "text", "finish_reason", "usage", "error", "source", "chunk", "first_page", "last_page",
+}  # fmt: skip
 
 
 def spread(files: Sequence[FoundFile], count: int) -> list[FoundFile]:

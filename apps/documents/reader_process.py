@@ -4,7 +4,8 @@ import os
 import signal
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, BinaryIO
@@ -53,16 +54,35 @@ class ReaderProcess:
 
     def read(self, file: BinaryIO, nbytes: int, name: str, digest: str) -> Content:
         """The text of the `nbytes` of a file whose sha256 is `digest`. Raises ReadFailure, SettingError."""
+        with self._asked() as child:
+            self._send(child, file, nbytes, name, digest, unpack=False)
+            answer = self._receive(child)
+        self._refuse(answer)
+        found = answer["content"]
+        return Content(**{**found, "pages": tuple(found["pages"]), "notes": tuple(found["notes"])})
+
+    def members(self, file: BinaryIO, nbytes: int, name: str, digest: str) -> Generator[tuple[str, bytes], None, None]:
+        """(path below it, bytes) of the files that lie in a container. Raises the same, behind those that it has."""
+        with self._asked() as child:
+            self._send(child, file, nbytes, name, digest, unpack=True)
+            while "member" in (answer := self._receive(child)):
+                limits = self._options.limits
+                data = child.receive(time.monotonic() + WAITING * limits.seconds, limits.memory_nbytes)
+                yield answer["member"], data
+        self._refuse(answer)
+
+    @contextmanager
+    def _asked(self) -> Iterator[Child]:
+        """The process, for one file; without its last answer, interrupted ones included, it is ended: a late one must
+        not reach another file. Raises ReadFailure."""
         if self._num_files >= FILES_PER_PROCESS:
             self.close()
-        # Without an answer, interrupted ones included, the child is ended: a late one must not reach another file.
         child, self._child = self._child or self._started(), None
         self._busy = child
         seconds = self._options.limits.seconds
         too_long = f"reading it took more than {seconds:g} s; read it with --reader, or leave it out with --exclude"
         try:
-            self._send(child, file, nbytes, name, digest)
-            answer = self._receive(child)
+            yield child
         except TimeoutError:
             child.kill()
             raise ReadFailure(ReadCode.TIME_LIMIT, too_long) from None
@@ -78,7 +98,6 @@ class ReaderProcess:
             self._busy = None
         self._num_files += 1
         self._child = child
-        return self._content(answer)
 
     def close(self) -> None:
         """Ends the process, and whatever another thread reads in it; the next file starts another."""
@@ -88,10 +107,10 @@ class ReaderProcess:
             if each is not None:
                 each.kill()
 
-    def _content(self, answer: dict[str, Any]) -> Content:
-        if "content" in answer:
-            found = answer["content"]
-            return Content(**{**found, "pages": tuple(found["pages"]), "notes": tuple(found["notes"])})
+    def _refuse(self, answer: dict[str, Any]) -> None:
+        """Raises ReadFailure for an answer that is one."""
+        if "code" not in answer:
+            return
         code, message = ReadCode(answer["code"]), answer["message"]
         if code is ReadCode.MEMORY_LIMIT:
             # What the parser still holds would count against the next file.
@@ -99,9 +118,9 @@ class ReaderProcess:
             message = f"reading it takes more than {self._options.limits.memory_nbytes >> 20:,} MiB of memory"
         raise ReadFailure(code, message)
 
-    def _send(self, child: Child, file: BinaryIO, nbytes: int, name: str, digest: str) -> None:
+    def _send(self, child: Child, file: BinaryIO, nbytes: int, name: str, digest: str, unpack: bool) -> None:
         deadline = time.monotonic() + WAITING * self._options.limits.seconds
-        child.send(pack({"name": name, "nbytes": nbytes}), deadline)
+        child.send(pack({"name": name, "nbytes": nbytes, "unpack": unpack}), deadline)
         sent, hashed = 0, sha256()
         while data := file.read(min(_PIECE_NBYTES, nbytes - sent)):
             child.send(data, deadline)
@@ -150,5 +169,5 @@ class ReaderProcess:
             raise
         if "error" in answer:
             child.kill()
-            raise errors.SettingError(f"--reader {answer['error']}; give module:function, importable from this folder")
+            raise errors.BadArgument(f"--reader {answer['error']}; give module:function, importable from this folder")
         return child

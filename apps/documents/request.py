@@ -62,6 +62,11 @@ class DocumentPaths:
         return self.outputs.job / "documents"
 
     @property
+    def members(self) -> Path:
+        """What lies in archives and mails of the folder."""
+        return self.outputs.job / "members"
+
+    @property
     def index(self) -> Path:
         """The documents of the folder when it was read last."""
         return self.outputs.job / "documents.jsonl"

@@ -100,7 +100,7 @@ def run_documents_job(request: DocumentsRequest, observer: DocumentsObserver) ->
         resources.enter_context(lock_folder(paths.outputs))
         settle_question(paths, request)
         _note(paths, request)
-        listed = Listed.of(request, paths.outputs)
+        listed = Listed.of(request, paths)
         observer.found(listed.report)
         series = resources.enter_context(JobSeries(request.batch, observer))
         if not paths.rounds.exists():

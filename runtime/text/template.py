@@ -31,7 +31,11 @@ HEADER_NBYTES = 4
 
 def pack(content: object) -> bytes:
     """Raises UnicodeEncodeError if a string in `content` has no UTF-8 form."""
-    body = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+    return frame(json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode())
+
+
+def frame(body: bytes) -> bytes:
+    """The body behind its length."""
     return len(body).to_bytes(HEADER_NBYTES, "big") + body
 
 

@@ -3,11 +3,16 @@
 import gzip
 import io
 import json
+import mailbox
 import os
 import random
+import tempfile
 import zipfile
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import Any
+
+from .compound_file import compound_file
 
 
 def pdf(pages: Sequence[str], extra: bytes = b"", trailer: bytes = b"") -> bytes:
@@ -56,6 +61,44 @@ def zipped(entries: dict[str, str | bytes], stored: tuple[str, ...] = ()) -> byt
 _WORD = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
 _RELATIONS = "http://schemas.openxmlformats.org/package/2006/relationships"
 _TYPES = "http://schemas.openxmlformats.org/package/2006/content-types"
+
+
+_OASIS = "urn:oasis:names:tc:opendocument:xmlns"
+
+
+def open_document(kind: str, body: str) -> bytes:
+    """An ODT, ODS or ODP (`text`, `spreadsheet`, `presentation`) with this XML as its content."""
+    names = {"office": "office", "text": "text", "table": "table", "draw": "drawing", "presentation": "presentation"}
+    spaces = " ".join(f'xmlns:{short}="{_OASIS}:{name}:1.0"' for short, name in names.items())
+    content = f"<office:document-content {spaces}><office:body><office:{kind}>{body}</office:{kind}></office:body>"
+    mimetype = f"application/vnd.oasis.opendocument.{kind}"
+    return zipped({"mimetype": mimetype, "content.xml": f"{content}</office:document-content>"}, ("mimetype",))
+
+
+def _cells(*texts: str) -> str:
+    return "".join(f"<table:table-cell><text:p>{each}</text:p></table:table-cell>" for each in texts)
+
+
+ODT = (
+    '<text:tracked-changes><text:p>deleted</text:p></text:tracked-changes><text:h text:outline-level="2">Offer</text:h>'
+    '<text:p>Dear<text:s text:c="2"/>all,<text:line-break/>see<text:note><text:note-body><text:p>a note</text:p>'
+    "</text:note-body></text:note>.<office:annotation><text:p>remark</text:p></office:annotation></text:p>"
+    "<text:list><text:list-item><text:p>one</text:p><text:list><text:list-item><text:p>inner</text:p></text:list-item>"
+    "</text:list></text:list-item><text:list-item><text:p>two</text:p></text:list-item></text:list>"
+    f"<table:table><table:table-row>{_cells('item', 'price')}</table:table-row>"
+    f"<table:table-row>{_cells('pen', '2')}</table:table-row></table:table>"
+)
+ODS = (
+    f'<table:table table:name="Costs"><table:table-row>{_cells("item", "price")}</table:table-row>'
+    f'<table:table-row table:number-rows-repeated="2">{_cells("pen", "2")}<table:table-cell '
+    'table:number-columns-repeated="16000"/></table:table-row><table:table-row table:number-rows-repeated="1048000">'
+    '<table:table-cell table:number-columns-repeated="16384"/></table:table-row></table:table>'
+)
+ODP = (
+    "<draw:page><draw:frame><draw:text-box><text:p>Goals</text:p></draw:text-box></draw:frame><presentation:notes>"
+    "<text:p>Say hello</text:p></presentation:notes></draw:page><draw:page><text:p>Plan</text:p></draw:page>"
+)
+RTF = rb"{\rtf1\ansi\ansicpg1252{\fonttbl{\f0 Arial;}}{\*\generator x;}\f0 Stra\'dfe \u8364? 12\par Second line\par}"
 
 
 def docx(heading: str, *paragraphs: str, prolog: str = "") -> bytes:
@@ -129,6 +172,58 @@ MAIL = (
     b"<p>The price is <b>40</b> euros.</p>\r\n--x\r\nContent-Type: application/pdf\r\n"
     b'Content-Disposition: attachment; filename="offer.pdf"\r\n\r\n%PDF\r\n--x--\r\n'
 )
+_TEXT_MAIL = b"From: a@example.org\r\nTo: b@example.org\r\nSubject: Lunch\r\n\r\nAt noon.\r\n"
+
+
+def mail_with(subject: str, text: str, **attachments: bytes) -> bytes:
+    """A mail as Python's own library makes it; names of attachments have `_` for their dot."""
+    from email.message import EmailMessage
+
+    mail = EmailMessage()
+    mail["From"], mail["To"], mail["Subject"] = "a@example.org", "b@example.org", subject
+    mail.set_content(text)
+    for name, content in attachments.items():
+        mail.add_attachment(content, maintype="application", subtype="octet-stream", filename=name.replace("_", "."))
+    return mail.as_bytes()
+
+
+def mailbox_of(*mails: bytes) -> bytes:
+    """As Python's own library writes them, with lines of text that begin like a separator."""
+    with tempfile.TemporaryDirectory() as folder:
+        box = mailbox.mbox(Path(folder) / "box")
+        for each in mails:
+            box.add(each)
+        box.close()
+        return (Path(folder) / "box").read_bytes()
+
+
+def outlook(subject: str, text: str, **attachments: bytes) -> bytes:
+    """A message as Outlook saves it."""
+
+    def wide(value: str) -> bytes:
+        return value.encode("utf-16-le")
+
+    streams: dict[str, Any] = {
+        "__properties_version1.0": bytes(32), "__substg1.0_0037001F": wide(subject),
+        "__substg1.0_0C1A001F": wide("Jörg"), "__substg1.0_1000001F": wide(text),
+    }  # fmt: skip
+    for number, (name, content) in enumerate(attachments.items()):
+        streams[f"__attach_version1.0_#{number:08X}"] = {
+            "__properties_version1.0": bytes(8), "__substg1.0_3707001F": wide(name.replace("_", ".")),
+            "__substg1.0_37010102": content,
+        }  # fmt: skip
+    return compound_file(streams)
+
+
+def _locked(data: bytes) -> bytes:
+    """The same archive with its entries marked as encrypted."""
+    local, central = data.index(b"PK\x03\x04"), data.index(b"PK\x01\x02")
+    changed = bytearray(data)
+    changed[local + 6] |= 1
+    changed[central + 8] |= 1
+    return bytes(changed)
+
+
 _HTML = "<!DOCTYPE html><html><head><title>Page</title><script>evil()</script></head><body><h1>Head</h1>"
 _BILLION = (
     '<?xml version="1.0"?><!DOCTYPE w [<!ENTITY a "aaaaaaaaaaaaaaaaaaaa">'
@@ -137,11 +232,20 @@ _BILLION = (
 )
 
 # What reading each file must give: its type and a piece of its text, or an error code.
-GOOD: dict[str, tuple[bytes, str, str]] = {
+GOOD: dict[str, tuple[bytes | None, str, str]] = {
     "report.pdf": (pdf(["First page", "Second page"]), "pdf", "Second page"),
     "letter.docx": (docx("Dear", "The sum is 12."), "docx", "# Dear"),
     "deck.pptx": (pptx(("Goals", "Grow"), ("Plan", "Sell")), "pptx", "# Plan"),
     "table.xlsx": (xlsx(Costs=[["item", "price"], ["pen", 2]], Empty=[]), "xlsx", "| pen | 2 |"),
+    "offer.odt": (open_document("text", ODT), "odt", "- one\n  - inner\n- two\n\n| item | price |"),
+    "note.odt": (open_document("text", ODT), "odt", "## Offer\n\nDear  all,\nsee (a note).\n\n- one"),
+    "costs.ods": (
+        open_document("spreadsheet", ODS),
+        "ods",
+        "| item | price |\n| --- | --- |\n| pen | 2 |\n| pen | 2 |\n",
+    ),
+    "deck.odp": (open_document("presentation", ODP), "odp", "# Slide 1\n\nGoals\n\nNotes: Say hello"),
+    "letter.rtf": (RTF, "rtf", "Straße € 12\nSecond line"),
     "book.epub": (epub("Story", "<h1>One</h1><p>a</p>", "<h1>Two</h1><p>b</p>"), "epub", "# Two"),
     "page.html": (f"{_HTML}<p>Text &amp; more</p></body></html>".encode(), "html", "Text & more"),
     "old.htm": (f"{_HTML}<meta charset=iso-8859-1><p>Stra\xdfe</p>".encode("latin-1"), "html", "Straße"),
@@ -155,6 +259,8 @@ GOOD: dict[str, tuple[bytes, str, str]] = {
     "really_pdf.txt": (pdf(["Hidden"]), "pdf", "Hidden"),
     "really_text.pdf": (b"No PDF at all", "text", "No PDF"),
     "really_docx": (docx("Top"), "docx", "# Top"),
+    "of_pdfs.md": (b"# PDF\n\nA file begins with %PDF-1.7 and ends with %%EOF.\n", "markdown", "ends with"),
+    "from_printer.pdf": (b"sent by a printer\n" + pdf(["Scanned"]), "pdf", "Scanned"),
     # Encodings.
     "utf16.txt": ("Grüße aus Köln".encode("utf-16"), "text", "Grüße"),
     "utf16_no_mark.txt": ("plain words, two bytes each".encode("utf-16-le"), "text", "two bytes"),
@@ -165,10 +271,34 @@ GOOD: dict[str, tuple[bytes, str, str]] = {
     "two\nlines.txt": (b"A name of two lines", "text", "two lines"),
     "with space & ünïcode.txt": (b"A name with more", "text", "more"),
     "sub/deeper/inner.txt": (b"Deep down", "text", "Deep down"),
+    "Offer.msg": (outlook("Offer", "See there.", terms_md=b"# Terms"), "email", "From: Jörg\n\nSee there."),
+    "mail.eml": (
+        mail_with("Bill", "Please pay.\n", bill_pdf=pdf(["Total 12"]), more_zip=zipped({"x.txt": "X says"})),
+        "email",
+        "Please pay.",
+    ),
     # A link within the folder, made by `make`.
-    "again.txt": (b"", "text", "Just text."),
+    "again.txt": (None, "text", "Just text."),
+    # What lies in files of this folder, made by `make`.
+    "offer.eml/offer.pdf": (None, "text", "%PDF"),
+    "Offer.msg/terms.md": (None, "markdown", "# Terms"),
+    "mail.eml/bill.pdf": (None, "pdf", "Total 12"),
+    "mail.eml/more.zip/x.txt": (None, "text", "X says"),
+    "bills.zip/1.pdf": (None, "pdf", "one"),
+    "bills.zip/2.pdf": (None, "pdf", "two"),
+    "all.zip/a.txt": (None, "text", "First"),
+    "all.zip/a (2).txt": (None, "text", "Another of this name"),
+    "all.zip/sub/b.md": (None, "markdown", "# Deeper"),
+    "all.zip/up.txt": (None, "text", "Led out"),
+    "all.zip/m.eml": (None, "email", "Attached"),
+    "all.zip/m.eml/n.txt": (None, "text", "Two deep"),
+    "box.mbox/00001.eml": (None, "email", "At noon."),
+    "box.mbox/00002.eml": (None, "email", ">From here on"),
+    "box.mbox/00002.eml/c.txt": (None, "text", "In a box"),
+    "half.zip/good.txt": (None, "text", "All there"),
+    "letter.zip": (docx("In disguise"), "docx", "# In disguise"),
 }
-BAD: dict[str, tuple[bytes, str]] = {
+BAD: dict[str, tuple[bytes | None, str]] = {
     "empty.txt": (b"", "document_empty"),
     "blank.txt": (b" \n\t\n", "document_empty"),
     "blank.docx": (docx(""), "document_empty"),
@@ -180,18 +310,43 @@ BAD: dict[str, tuple[bytes, str]] = {
         b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(100) + "EncryptedPackage".encode("utf-16-le"), "document_encrypted",
     ),
     "old.doc": (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(600), "document_unsupported"),
-    "photo.jpg": (b"\xff\xd8\xff\xe0" + bytes(64), "document_unsupported"),
+    "photo.jpg": (b"\xff\xd8\xff\xe0" + bytes(64), "document_no_text"),
     "noise.txt": (bytes(range(256)) * 8, "document_unsupported"),
-    "archive.zip": (zipped({"a.txt": "x"}), "document_unsupported"),
+    "nothing.zip": (zipped({}), "document_empty"),
+    "locked.zip": (_locked(zipped({"a.txt": "secret"})), "document_encrypted"),
+    "cut.zip": (zipped({"a.txt": "x" * 4000})[:60], "document_damaged"),
+    "no_mail.mbox": (b"From here on it is a letter", "document_damaged"),
+    "half.zip": (
+        zipped({"good.txt": "All there", "bad.txt": "Damaged"}, ("bad.txt",)).replace(b"Damaged", b"dAMAGED"),
+        "document_damaged",
+    ),
+    "deep.zip/1.zip/2.zip/3.zip": (None, "document_too_large"),
+    "all.zip/void.txt": (None, "document_empty"),
     "packed.txt.gz": (gzip.compress(b"text"), "document_unsupported"),
     "zip_bomb.docx": (zipped({"word/document.xml": bytes(80 << 20)}), "document_too_large"),
     "entity_bomb.docx": (docx("x", "&i;", prolog=_BILLION), "document_damaged"),
 }  # fmt: skip
 
 
+# Files that are no documents: what lies in them is.
+_ARCHIVES = {
+    "bills.zip": zipped({"1.pdf": pdf(["one"]), "2.pdf": pdf(["two"])}, ("1.pdf", "2.pdf")),
+    "all.zip": zipped(
+        {
+            "a.txt": "First", "./a.txt": "Another of this name", "sub/b.md": "# Deeper", "sub/.draft/c.txt": "hidden",
+            "../../up.txt": "Led out", "m.eml": mail_with("M", "Attached\n", n_txt=b"Two deep"), "void.txt": "",
+        }
+    ),
+    "deep.zip": zipped({"1.zip": zipped({"2.zip": zipped({"3.zip": zipped({"4.txt": "Four deep"})})})}),
+    "box.mbox": mailbox_of(_TEXT_MAIL, mail_with("Box", "Look\nFrom here on\n", c_txt=b"In a box")),
+}  # fmt: skip
+INSIDE = {name for name in (*GOOD, *BAD) if any(parent.suffix for parent in PurePath(name).parents)}
+
+
 def make(folder: Path, outside: Path) -> None:
     """Writes all files, and what is no file. `outside` is a folder beside it."""
-    for name, content in [(name, each[0]) for name, each in (*GOOD.items(), *BAD.items()) if name != "again.txt"]:
+    files = {name: each[0] for name, each in (*GOOD.items(), *BAD.items())} | _ARCHIVES
+    for name, content in [(name, content) for name, content in files.items() if content is not None]:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
@@ -206,12 +361,14 @@ def make(folder: Path, outside: Path) -> None:
     (folder / "again.txt").symlink_to(folder / "plain.txt")
     (folder / "gone.txt").symlink_to(folder / "nothing")
     os.mkfifo(folder / "pipe.txt")
+    (folder / "old.job").mkdir()
+    (folder / "old.job" / "rows.txt").write_text("of a job")
 
 
 SKIPPED = {
     ".hidden.txt": "hidden", ".git": "hidden", "leak.txt": "link out of the folder",
     "leaks": "link out of the folder", "loop": "link to a folder", "gone.txt": "broken link",
-    "pipe.txt": "not a regular file",
+    "pipe.txt": "not a regular file", "all.zip/sub/.draft/c.txt": "hidden", "old.job": "folder of a job",
 }  # fmt: skip
 
 

@@ -79,14 +79,15 @@ def clean(text: str) -> str:
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
-_ZIP, _OLE = b"PK\x03\x04", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"
+_ZIP, _OLE = (b"PK\x03\x04", b"PK\x05\x06"), b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"
 # Part names that only one kind of office document has.
 _OFFICE = (("word/document.xml", "docx"), ("ppt/presentation.xml", "pptx"), ("xl/workbook.xml", "xlsx"))
+_IMAGES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"II*\0", b"MM\0*")
+_OPEN_DOCUMENT = "application/vnd.oasis.opendocument."
+_OPEN = {"text": "odt", "spreadsheet": "ods", "presentation": "odp"}
 _BINARY = (
-    (b"\x89PNG", "a PNG image"), (b"\xff\xd8\xff", "a JPEG image"), (b"GIF8", "a GIF image"),
-    (b"II*\0", "a TIFF image"), (b"MM\0*", "a TIFF image"), (b"\x1f\x8b", "a gzip file"),
-    (b"7z\xbc\xaf", "a 7z archive"), (b"Rar!", "a RAR archive"), (b"\x28\xb5\x2f\xfd", "a zstd file"),
-    (b"\x7fELF", "a program"), (b"MZ\x90", "a program"), (b"{\\rtf", "an RTF document"),
+    (b"\x1f\x8b", "a gzip file"), (b"7z\xbc\xaf", "a 7z archive"), (b"Rar!", "a RAR archive"),
+    (b"\x28\xb5\x2f\xfd", "a zstd file"), (b"\x7fELF", "a program"), (b"MZ\x90", "a program"),
     (b"SQLite format 3", "a database"), (b"PAR1", "a Parquet file"), (b"ID3", "audio"), (b"OggS", "audio"),
 )  # fmt: skip
 _HTML = re.compile(rb"<!doctype\s+html|<html|<head|<body", re.IGNORECASE)
@@ -115,22 +116,38 @@ _MAX_PARSED_NBYTES = 16 << 20
 
 
 def detect(data: bytes, name: str) -> str:
-    """`pdf`, `docx`, `pptx`, `xlsx`, `epub`, `html`, `email`, or `text`, which `text_type` divides.
+    """`pdf`, `docx`, `pptx`, `xlsx`, `odt`, `ods`, `odp`, `rtf`, `epub`, `html`, `email`, `msg`, `image`, `archive`,
+    `mailbox`, or `text`, which `text_type` divides.
 
     Raises ReadFailure for what is surely something else.
     """
-    if b"%PDF-" in data[:1024]:
+    if data.startswith(b"%PDF-"):
         return "pdf"
     if data.startswith(_ZIP):
         return _zip_type(data)
     if data.startswith(_OLE):
-        raise _old_office(data)
+        return _ole_type(data)
+    if data.startswith(b"{\\rtf"):
+        return "rtf"
+    if data.startswith(_IMAGES):
+        return "image"
     for magic, what in _BINARY:
         if data.startswith(magic):
             raise ReadFailure(ReadCode.UNSUPPORTED, f"it is {what}, which no reader takes; give one with --reader")
+    if _is_late_pdf(data, name):
+        return "pdf"
+    if data.startswith(b"From ") and _suffix(name) == ".mbox":
+        return "mailbox"
     if _is_html(data[:4096].removeprefix(b"\xef\xbb\xbf")) or _BY_SUFFIX.get(_suffix(name)) == "html":
         return "html"
     return "email" if is_mail(data, name) else "text"
+
+
+def _is_late_pdf(data: bytes, name: str) -> bool:
+    """Whether a PDF begins within 1,024 bytes, as readers allow, and not a text that mentions one."""
+    if b"%PDF-" not in data[:1024] or _suffix(name) in (*_BY_SUFFIX, ".txt", ".eml"):
+        return False
+    return _suffix(name) == ".pdf" or b"%%EOF" in data[-2048:]
 
 
 def _is_html(head: bytes) -> bool:
@@ -214,12 +231,17 @@ def _zip_type(data: bytes) -> str:
     if "META-INF/container.xml" in names:
         return "epub"
     if "mimetype" in names:
-        what = archive.read("mimetype")[:80].decode("ascii", "replace")
+        what = archive.read("mimetype")[:80].decode("ascii", "replace").strip()
+        if found := _OPEN.get(what.removeprefix(_OPEN_DOCUMENT).removesuffix("-template")):
+            return found
         raise ReadFailure(ReadCode.UNSUPPORTED, f"it is {what}; save it as DOCX, XLSX, PPTX or PDF")
-    raise ReadFailure(ReadCode.UNSUPPORTED, "it is a ZIP archive; unpack it into the folder")
+    return "archive"
 
 
-def _old_office(data: bytes) -> ReadFailure:
+def _ole_type(data: bytes) -> str:
+    """`msg`, the only one that is read. Raises ReadFailure."""
     if "EncryptedPackage".encode("utf-16-le") in data:
-        return ReadFailure(ReadCode.ENCRYPTED, "the file is encrypted; save it without a password")
-    return ReadFailure(ReadCode.UNSUPPORTED, "it is an old Office document; save it as DOCX, XLSX, PPTX or PDF")
+        raise ReadFailure(ReadCode.ENCRYPTED, "the file is encrypted; save it without a password")
+    if "__properties_version1.0".encode("utf-16-le") in data:
+        return "msg"
+    raise ReadFailure(ReadCode.UNSUPPORTED, "it is an old Office document; save it as DOCX, XLSX, PPTX or PDF")

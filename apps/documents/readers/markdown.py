@@ -166,22 +166,24 @@ def read_epub(data: bytes) -> Content:
 
 def _package(archive: ZipFile) -> tuple[str, str]:
     """(the path of the package file, the book's title)."""
-    roots = [each.get("full-path") for each in _xml(archive, "META-INF/container.xml").iter(f"{_CONTAINER}rootfile")]
+    roots = [
+        each.get("full-path") for each in read_xml(archive, "META-INF/container.xml").iter(f"{_CONTAINER}rootfile")
+    ]
     if not roots or roots[0] is None:
         raise ValueError("its container names no package")
-    title = _xml(archive, roots[0]).find(".//{http://purl.org/dc/elements/1.1/}title")
+    title = read_xml(archive, roots[0]).find(".//{http://purl.org/dc/elements/1.1/}title")
     return roots[0], clean(title.text or "").strip() if title is not None else ""
 
 
 def _spine(archive: ZipFile, package: str) -> Iterator[str]:
     """The paths of the chapters."""
-    root, folder = _xml(archive, package), posixpath.dirname(package)
+    root, folder = read_xml(archive, package), posixpath.dirname(package)
     paths = {each.get("id"): each.get("href", "") for each in root.iter(f"{_OPF}item")}
     for each in root.iter(f"{_OPF}itemref"):
         yield posixpath.normpath(posixpath.join(folder, unquote(paths[each.get("idref")])))
 
 
-def _xml(archive: ZipFile, name: str) -> Any:
+def read_xml(archive: ZipFile, name: str) -> Any:
     """An XML file of the archive, without what its document type declares."""
     from lxml import etree
 
@@ -212,6 +214,13 @@ def _body(mail: EmailMessage) -> str:
         payload = part.get_payload(decode=True)
         text = payload.decode("utf-8", "replace") if isinstance(payload, bytes) else ""
     return html_to_markdown(text)[0] if part.get_content_subtype() == "html" else clean(text).strip()
+
+
+def read_rtf(data: bytes) -> Content:
+    """The text, without pictures, styles and tables' lines."""
+    from striprtf.striprtf import rtf_to_text
+
+    return Content("rtf", (clean(rtf_to_text(data.decode("latin-1"), errors="replace")).strip() + "\n",))
 
 
 def read_docx(data: bytes) -> Content:

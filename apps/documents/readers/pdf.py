@@ -52,6 +52,18 @@ def read_pdf(data: bytes, languages: str | None, progress: Progress) -> Content:
     return content
 
 
+def read_image(data: bytes, languages: str | None, progress: Progress) -> Content:
+    """The text in a picture, of all pages of a TIFF, by Tesseract. Raises ReadFailure where it is not installed."""
+    binary = shutil.which("tesseract") if languages else None
+    if binary is None or languages is None:
+        raise ReadFailure(ReadCode.NO_TEXT, "it is a picture; install Tesseract, or give --reader")
+    progress(1)
+    text = _recognized(data, [binary, "stdin", "stdout", "-l", languages])
+    if not text.strip():
+        raise ReadFailure(ReadCode.NO_TEXT, "it is a picture in which Tesseract found no text")
+    return Content("image", (text,), notes=("read by Tesseract",))
+
+
 def tesseract() -> list[Path]:
     """What is started to read scans: the program, and that which runs it where it is a script; empty without one."""
     found = shutil.which("tesseract")
@@ -94,7 +106,11 @@ def _ocr(page: Any, binary: str, languages: str) -> str:
     rows = bytes(bitmap.buffer)
     pixels = b"".join(rows[at : at + bitmap.width] for at in range(0, bitmap.stride * bitmap.height, bitmap.stride))
     picture = b"P5 %d %d 255\n" % (bitmap.width, bitmap.height) + pixels
-    command = [binary, "stdin", "stdout", "-l", languages, "--dpi", str(_OCR_DPI)]
+    return _recognized(picture, [binary, "stdin", "stdout", "-l", languages, "--dpi", str(_OCR_DPI)])
+
+
+def _recognized(picture: bytes, command: list[str]) -> str:
+    """What Tesseract reads in a picture. Raises ReadFailure."""
     done = subprocess.run(command, input=picture, capture_output=True, check=False, env={"OMP_THREAD_LIMIT": "1"})
     if done.returncode:
         message = done.stderr.decode(errors="replace").strip()[:200]

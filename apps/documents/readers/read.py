@@ -7,19 +7,24 @@ from importlib.util import find_spec
 from typing import Any
 
 from ....face import errors
+from .containers import read_archive, read_msg
 from .content import Content, ReadCode, ReadFailure, clean, detect
-from .markdown import read_docx, read_epub, read_html, read_mail, read_pptx, read_text, read_xlsx
-from .pdf import Progress, read_pdf
+from .markdown import read_docx, read_epub, read_html, read_mail, read_pptx, read_rtf, read_text, read_xlsx
+from .open_document import read_odp, read_ods, read_odt
+from .pdf import Progress, read_image, read_pdf
 
 # A reader of the user's own: the bytes and the file's name to its text, its pages, or None for a file of other readers.
 OwnReader = Callable[[bytes, str], str | list[str] | None]
 _READERS = {
     "docx": read_docx, "pptx": read_pptx, "xlsx": read_xlsx, "epub": read_epub, "html": read_html, "email": read_mail,
+    "odt": read_odt, "ods": read_ods, "odp": read_odp, "rtf": read_rtf, "msg": read_msg,
 }  # fmt: skip
+_BY_NAME = {"archive": read_archive, "mailbox": read_archive, "text": read_text}
 
-
+_WITH_TESSERACT = {"pdf": read_pdf, "image": read_image}
 # What the readers of these files import. Other types are found in their bytes, and are errors of their file.
 _NEEDS = {".pdf": "pypdfium2", ".docx": "mammoth", ".pptx": "pptx", ".xlsx": "openpyxl", ".epub": "lxml",
+          ".odt": "lxml", ".ods": "lxml", ".odp": "lxml", ".rtf": "striprtf", ".msg": "olefile",
           ".html": "markdownify", ".htm": "markdownify", ".xhtml": "markdownify"}  # fmt: skip
 
 
@@ -44,9 +49,9 @@ def read(data: bytes, name: str, own: OwnReader | None, languages: str | None, p
 def _read(data: bytes, name: str, languages: str | None, progress: Progress) -> Content:
     kind = detect(data, name)
     try:
-        if kind == "pdf":
-            return read_pdf(data, languages, progress)
-        return _READERS[kind](data) if kind in _READERS else read_text(data, name)
+        if kind in _WITH_TESSERACT:
+            return _WITH_TESSERACT[kind](data, languages, progress)
+        return _READERS[kind](data) if kind in _READERS else _BY_NAME[kind](data, name)
     except (ReadFailure, MemoryError):
         raise
     except ModuleNotFoundError as error:

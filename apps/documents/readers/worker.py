@@ -11,7 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ....face import pack, read_body, shut_in, unpack
+from ....face import frame, pack, read_body, shut_in, unpack
+from .containers import members
 from .content import WAITING, ReadCode, ReadFailure
 from .pdf import tesseract
 from .read import OwnReader, load_own, read
@@ -52,8 +53,14 @@ class ReaderWorker:
         signal.setitimer(signal.ITIMER_PROF, self._seconds)
         signal.setitimer(signal.ITIMER_REAL, WAITING * self._seconds + 1)
 
-    def answer(self, data: bytes, name: str) -> dict[str, Any]:
+    def answer(self, data: bytes, name: str, unpack: bool) -> dict[str, Any]:
+        """The last frame about a file; those of its pages or, with `unpack`, of its members are sent before it."""
         try:
+            if unpack:
+                for path, member in members(data, name):
+                    self.send({"member": path})
+                    self._sink.write(frame(member))
+                return {"unpacked": True}
             content = read(data, name, self.own, self.languages, lambda page: self.send({"page": page}))
             nbytes = sum(len(page.encode()) for page in content.pages)
         except ReadFailure as failure:
@@ -89,7 +96,7 @@ def main() -> None:
     while (body := read_body(source)) is not None:
         request = unpack(body)
         answers.limit_seconds()
-        answers.send(answers.answer(source.read(request["nbytes"]), request["name"]))
+        answers.send(answers.answer(source.read(request["nbytes"]), request["name"], request["unpack"]))
         for kind in (signal.ITIMER_PROF, signal.ITIMER_REAL):
             signal.setitimer(kind, 0)
 

@@ -1,6 +1,6 @@
 """A job over documents without a model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -8,6 +8,7 @@ import pytest
 
 from moedge.apps.documents import run as api
 from moedge.apps.documents.reader_process import ReaderProcess
+from moedge.apps.documents.readers.containers import members
 from moedge.apps.documents.readers.content import Content
 from moedge.apps.documents.readers.read import read
 from support.jobs.documents_oracle import Stopper, install
@@ -15,6 +16,12 @@ from support.jobs.documents_oracle import Stopper, install
 
 def read_here(process: ReaderProcess, file: BinaryIO, nbytes: int, name: str, digest: str) -> Content:
     return read(file.read(nbytes), name, None, None, lambda page: None)
+
+
+def unpacked_here(
+    process: ReaderProcess, file: BinaryIO, nbytes: int, name: str, digest: str
+) -> Generator[tuple[str, bytes], None, None]:
+    yield from members(file.read(nbytes), name)
 
 
 @pytest.fixture
@@ -34,6 +41,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., api.Do
         install(monkeypatch.setattr, context)
         # Processes are tested by themselves: here their start would take most of the time.
         monkeypatch.setattr(ReaderProcess, "read", read_here)
+        monkeypatch.setattr(ReaderProcess, "members", unpacked_here)
         given = {"prompt": "Which facts?", "max_tokens": 200, "workers": 1, **options}
         request = api.documents_request("fake", folder, tmp_path / out, given)
         return api.run_documents_job(request, observer or Stopper())

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import openpyxl
 import pytest
 
 from moedge.apps.documents import job as jobs
@@ -17,7 +18,7 @@ from moedge.apps.documents.iterate import FoundFile
 from moedge.apps.documents.job import spread
 from moedge.apps.documents.run import DocumentsEnded
 from moedge.offload.atomic_file import AtomicFile
-from moedge.runtime.settings.errors import BadArgument, InputRefused, JobMismatch, OutputExists, SettingError
+from moedge.runtime.settings.errors import BadArgument, InputRefused, JobMismatch, OutputExists
 from support import document_folder
 from support import killing as killing_support
 from support.document_folder import BAD, GOOD, pdf
@@ -158,13 +159,17 @@ def test_limits_stop_a_job_over_all_its_rounds(ask: Ask, tmp_path: Path) -> None
     assert (ended.totals.answered, ended.totals.pending) == (2, 3)
 
 
-def test_tables_have_a_row_for_every_document(ask: Ask, tmp_path: Path) -> None:
-    folder = write(tmp_path / "in", a="K1.", b="")
-    ask(folder, out="out.csv")
-    with (tmp_path / "out.csv").open() as file:
-        table = {row["id"]: row for row in csv.DictReader(file)}
-    assert (table["a.txt"]["text"], table["a.txt"]["error"], table["a.txt"]["chunks"]) == ("K1", "", "1")
-    assert table["b.txt"]["error"] == "document_empty: the file is empty"
+@pytest.mark.parametrize("out", ["out.csv", "out.xlsx"])
+def test_tables_show_the_source_what_was_asked_for_and_the_error(out: str, ask: Ask, tmp_path: Path) -> None:
+    """Where an answer comes from, in all its columns, is in lines of JSON."""
+    ask(write(tmp_path / "in", a="K1.", b=""), out=out)
+    wanted = [["source", "text", "error"], ["a.txt", "K1", None], ["b.txt", None, "document_empty: the file is empty"]]
+    if out.endswith("xlsx"):
+        sheet = openpyxl.load_workbook(tmp_path / out).worksheets[0]
+        assert [[cell.value for cell in row] for row in sheet.iter_rows()] == wanted
+        return
+    with (tmp_path / out).open(newline="") as file:
+        assert [[cell or None for cell in row] for row in csv.reader(file)] == wanted
 
 
 def test_another_question_needs_another_output(ask: Ask, tmp_path: Path) -> None:
@@ -233,7 +238,7 @@ def test_prompts_have_what_is_known_of_a_document(ask: Ask, tmp_path: Path) -> N
     assert (row["id"], row["text"]) == ("a.md", "K1 K5 K11")
     (failed,) = rows(tmp_path / "out.errors.jsonl")
     assert (failed["id"], failed["error"]["code"]) == ("b.pdf", "missing_parameter")
-    with pytest.raises(SettingError, match="--prompt uses txt; known are chunk"):
+    with pytest.raises(BadArgument, match="--prompt uses txt; known are chunk"):
         ask(folder, prompt="{{ txt }}")
 
 

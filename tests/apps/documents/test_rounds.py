@@ -108,14 +108,14 @@ def test_a_slow_file_delays_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (tmp_path / each.path).write_text("x")
     reader, stop = Reader(monkeypatch, slow="0.txt"), threading.Event()
     seen = []
-    for number, _ in read_as_completed(tmp_path, enumerate(found), ReadOptions(), None, 2, stop):
+    for number, _ in read_as_completed(tmp_path, tmp_path, enumerate(found), ReadOptions(), None, 2, stop):
         seen.append(number)
         if len(seen) == 29:
             reader.may.set()
     assert seen[-1] == 0
     assert sorted(seen) == list(range(30))
     stop.set()
-    assert list(read_as_completed(tmp_path, enumerate(found), ReadOptions(), None, 2, stop)) == []
+    assert list(read_as_completed(tmp_path, tmp_path, enumerate(found), ReadOptions(), None, 2, stop)) == []
 
 
 def test_what_all_files_come_to_follows_from_some_of_each_type() -> None:
