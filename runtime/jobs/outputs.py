@@ -10,6 +10,7 @@ import csv
 import io
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import file_digest, sha256
@@ -20,13 +21,14 @@ from typing import Any
 from ...offload.atomic_file import AtomicFile, own_name
 from ..rows.answer_formats import ANSWER_KEYS
 from ..rows.tables import import_parquet
+from ..rows.workbook import MOST_INTEGER, import_writer, write_sheets
 from ..settings.errors import OutputExists, OutputRefused
 from .folder import JobFolder, now_text
 from .journal.journal import Journal, read_answers
 from .journal.state import JobState
 
-TABLES = (".csv", ".parquet")
-_OTHERS = (".json", ".tsv", ".xlsx", ".xls", ".feather", ".arrow", ".txt.gz", ".zst")
+TABLES = (".csv", ".parquet", ".xlsx")
+_OTHERS = (".json", ".tsv", ".xls", ".feather", ".arrow", ".txt.gz", ".zst")
 # What every table has, in this order; `choice` and `partial` are there where a row has them.
 _BESIDE_TEXT = ("reasoning_content", "tool_calls")
 _FIRST = (
@@ -61,9 +63,13 @@ def refuse_suffix(out: Path) -> None:
     """Raises OutputRefused for a name of another format, and MissingExtra for one whose package is not there."""
     suffix = out.suffix.lower()
     if suffix in _OTHERS:
-        raise OutputRefused(f"{out}: answers are written as .jsonl, .csv or .parquet; choose one of these suffixes")
+        raise OutputRefused(
+            f"{out}: answers are written as .jsonl, .csv, .xlsx or .parquet; choose one of these suffixes"
+        )
     if suffix == ".parquet":
         import_parquet()
+    if suffix == ".xlsx":
+        import_writer()
 
 
 def records(line: str, fields: tuple[str, ...] | None) -> Iterator[Record]:
@@ -123,20 +129,27 @@ def schema_fields(schema: str | None) -> tuple[str, ...] | None:
 class Table:
     """The columns of all answers, and what each holds."""
 
-    def __init__(self, lines: Lines, fields: tuple[str, ...] | None) -> None:
+    def __init__(self, lines: Lines, fields: tuple[str, ...] | None, first: tuple[str, ...] | None = None) -> None:
+        """`first` are the columns that stand in front of those of the fields; behind them is `error` alone."""
         self._lines = lines
         self._fields = fields
         kinds: dict[str, set[type]] = {}
+        longest: Counter[str] = Counter()
         for record in self.records():
             for name, value in record.items():
                 # Whole numbers that Parquet cannot hold are text.
                 kinds.setdefault(name, set()).add(
                     str if type(value) is int and not -(1 << 63) <= value < 1 << 63 else type(value)
                 )
+                longest[name] = max(longest[name], len(_cell(value)) if isinstance(value, str | list | dict) else 0)
         answered = [name for name in fields or () if name not in _FIRST]
         own = [name for name in kinds if name not in _FIRST and name not in answered]
         names = [name for name in _FIRST if name in kinds or name in _ALWAYS]
-        self.kinds = {name: kinds.get(name, set()) - {type(None)} for name in (*names, *answered, *own)}
+        order = (*names, *answered, *own)
+        if first is not None:
+            order = (*first, *(name for name in (*answered, *own) if name not in first), "error")
+        self.kinds = {name: kinds.get(name, set()) - {type(None)} for name in order}
+        self.longest = {name: longest[name] for name in self.kinds}
 
     def records(self) -> Iterator[Record]:
         for line in self._lines():
@@ -144,12 +157,19 @@ class Table:
 
 
 def write_table(
-    suffix: str, lines: Lines, fields: tuple[str, ...] | None, sink: Sink, *, formulas: bool = True
-) -> None:
-    """Writes a table in the format of `suffix`; without `formulas` no cell of a CSV is one. Raises MissingExtra."""
-    table = Table(lines, fields)
+    suffix: str, lines: Lines, fields: tuple[str, ...] | None, sink: Sink, *, formulas: bool = True,
+    first: tuple[str, ...] | None = None,
+) -> None:  # fmt: skip
+    """Writes a table in the format of `suffix`; without `formulas` no cell of a CSV is one. Raises MissingExtra.
+
+    `first` are the columns in front of the fields (Table).
+    """
+    table = Table(lines, fields, first)
     if suffix.lower() == ".csv":
         _write_csv(table, sink, _cell if formulas else _no_formula)
+    elif suffix.lower() == ".xlsx":
+        rows = ([_sheet_value(record.get(name)) for name in table.kinds] for record in table.records())
+        write_sheets(table.longest, rows, sink)
     else:
         _write_parquet(table, sink)
 
@@ -177,6 +197,12 @@ def _cell(value: Any) -> str:
     if value is None:
         return ""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _sheet_value(value: Any) -> Any:
+    """Text, a number that a sheet holds exactly, or nothing; lists and objects are JSON."""
+    exact = value is None or isinstance(value, float) or (isinstance(value, int) and abs(value) <= MOST_INTEGER)
+    return value if exact else _cell(value)
 
 
 # How formulas begin in spreadsheets, in East Asian ones too; OWASP's "CSV injection".

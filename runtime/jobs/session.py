@@ -25,9 +25,9 @@ from ..rows.reader import STDIN, Fingerprint, RowIndex, packed, prefix_digest
 from ..rows.row import Defaults
 from ..rows.tables import InputFormat, input_format
 from ..sampling.model_defaults import ModelDefaults, model_defaults
-from ..settings.errors import ExportFailed, InputChanged, InputRefused, JobMismatch, JournalFailed, Stalled, counted
+from ..settings.errors import ExportFailed, InputChanged, JobMismatch, JournalFailed, Stalled, counted
 from ..settings.settings import Settings
-from ..source.model_source import ModelSource, open_source
+from ..source.model_source import ModelSource, open_source, public_name
 from .folder import JobFolder, JobLock, json_lines, now_text, regular_input
 from .journal.journal import EarlierRuns, Journal, Mark, read_answers
 from .journal.state import FINISHED, JobState, read_state
@@ -178,7 +178,7 @@ class JobClaim:
         self._identity = identity
         self._journal = Journal(folder.journal, folder.ballast) if folder.begun else None
         self.created = datetime.now().replace(microsecond=0)
-        self.model_name = request.model
+        self.model_name = public_name(request.model)
         self._retry: list[int] = []
         self.earlier = EarlierRuns()
         if self._journal is not None:
@@ -448,7 +448,7 @@ class Checked:
                 refuse_start_over(folder, paths)
             rows = JobInput.check(request, folder)
             if rows.preflight.refused(request.lenient):
-                raise InputRefused(rows.preflight.report(request.lenient))
+                raise rows.preflight.refusal(request.lenient)
             if request.resume.overwrite:
                 start_over(folder, paths)
             facts = identity(source, request.defaults, request.lenient)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, get_args
 
 from ..sampling.grammar import ANY_OBJECT, AnswerForm, Lark, SchemaError, compile_schema
 from ..sampling.params import LIMITS, Limit
-from ..settings.errors import SettingError, shown
+from ..settings.errors import BadArgument, shown
 from ..settings.options import ReasoningEffort
 from ..text.messages import BadMessage, MessageFault, joined_parts, read_messages, read_tools
 from .row import ChatPrompt, Endpoint, ErrorCode, InvalidRow, TextPrompt, TokenPrompt, parse_object
@@ -158,12 +158,12 @@ def chat_template_kwargs(value: Any, param: str) -> dict[str, Any]:
 
 
 def kwargs_setting(given: str, name: str = "--chat-template-kwargs") -> str:
-    """The same as the text of an option, in one spelling. Raises SettingError."""
+    """The same as the text of an option, in one spelling. Raises BadArgument."""
     try:
         value = parse_object(given.encode(errors="replace"))
         return json.dumps(chat_template_kwargs(value, name), sort_keys=True)
     except InvalidRow as error:
-        raise SettingError(f"{given[:60]!a} is not what {name} takes: {error}") from None
+        raise BadArgument(f"{given[:60]!a} is not what {name} takes: {error}") from None
 
 
 MAX_BIASES = 1024

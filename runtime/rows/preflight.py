@@ -8,7 +8,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from io import BufferedReader
 
-from ..settings.errors import counted
+from ..settings.errors import InputRefused, counted
 from .reader import Fingerprint, HashingReader, RowIndex, open_regular, rows_from
 from .row import Defaults, Endpoint, ErrorCode, Row, RowFailure, Severity, common_error
 
@@ -66,6 +66,11 @@ class Preflight:
     def common_error(self) -> ErrorCode | None:
         """The error that most rows have."""
         return common_error(self.codes, self.num_rows)
+
+    def refusal(self, lenient: bool) -> InputRefused:
+        """What a job is refused with."""
+        total = self.line_problems.total + self.row_problems.total
+        return InputRefused(self.report(lenient), self._listed(lenient) if total else (), total)
 
     def report(self, lenient: bool = False) -> str:
         """A report for the user: the counts, then the errors that refuse the input, then the others."""

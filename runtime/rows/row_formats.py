@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..sampling.grammar import AnswerForm
 from ..sampling.params import SequenceSampling
-from ..settings.errors import InputUnreadable, SettingError, shown
+from ..settings.errors import BadArgument, InputUnreadable, shown
 from .fields import FREE_PREFIX, MAX_PROMPTS, is_own, read_fields, slip_of, unknown
 from .row import ChatPrompt, Defaults, Endpoint, ErrorCode, InvalidRow, Prompt, Row, row_seed
 
@@ -376,7 +376,7 @@ class Template:
     """One jinja2 template over the fields of a row; null is empty, and a field that a row lacks is an error of it."""
 
     def __init__(self, text: str, option: str) -> None:
-        """Raises SettingError for text that is no template."""
+        """Raises BadArgument for text that is no template."""
         from jinja2 import TemplateSyntaxError, meta
 
         self._option = option
@@ -385,7 +385,7 @@ class Template:
             self.fields = frozenset(meta.find_undeclared_variables(environment.parse(text)))
             self._template = environment.from_string(text)
         except TemplateSyntaxError as error:
-            raise SettingError(f"{option}: {error.message} in line {error.lineno} of the template") from None
+            raise BadArgument(f"{option}: {error.message} in line {error.lineno} of the template") from None
 
     def render(self, values: Mapping[str, Any]) -> str:
         """Raises `InvalidRow` where the row lacks a field of the template, or the template fails on it."""
@@ -433,9 +433,9 @@ class Columns:
     """What the settings of a job make of its short rows. Batch lines are left as they are."""
 
     def __init__(self, defaults: Defaults) -> None:
-        """Raises SettingError for settings that contradict each other, and for a text that is no template."""
+        """Raises BadArgument for settings that contradict each other, and for a text that is no template."""
         if defaults.prompt is not None and defaults.prompt_column is not None:
-            raise SettingError("--prompt and --prompt-column are both given; use {{ COLUMN }} in --prompt instead")
+            raise BadArgument("--prompt and --prompt-column are both given; use {{ COLUMN }} in --prompt instead")
         self._column = defaults.prompt_column
         self._id_column = defaults.id_column
         self._prompt = None if defaults.prompt is None else Template(defaults.prompt, "--prompt")
@@ -443,12 +443,12 @@ class Columns:
         self._chat = bool(defaults.chat)
         self._used = frozenset().union(*(each.fields for each in (self._prompt, self._system) if each is not None))
         if self._prompt is not None and not self._prompt.fields:
-            raise SettingError(
+            raise BadArgument(
                 f"--prompt {shown(defaults.prompt)} is no file and uses no column, so every row would be the same; "
                 "write {{ COLUMN }} where the row's text belongs"
             )
         if self._system is not None and defaults.chat is False:
-            raise SettingError(
+            raise BadArgument(
                 "--system needs messages, and prompts are continued as they are here (--no-chat, or a model without a "
                 "chat template); put the instruction into --prompt"
             )
@@ -538,7 +538,7 @@ def settled(defaults: Defaults, plain_text: bool, has_template: bool) -> Default
     """What is left open, as the input and the model are: which column is the prompt, and whether it becomes a message.
 
     Prompts become messages of a user where they come from columns and the model has a chat template. Raises
-    SettingError for settings that contradict each other.
+    BadArgument for settings that contradict each other.
     """
     if plain_text and defaults.prompt is None and defaults.prompt_column is None:
         defaults = replace(defaults, prompt_column=TEXT_COLUMN)

@@ -25,6 +25,7 @@ from .fields import FIELDS
 from .reader import STDIN, DamagedZstd, Stream, open_input, plain
 from .row import InvalidRow
 from .row_formats import TEXT_COLUMN
+from .workbook import MOST_INTEGER, read_sheet
 
 # As long as a line of JSON may be.
 MAX_ROW_NBYTES = 16 << 20
@@ -33,7 +34,8 @@ _BATCH_ROWS = 256
 
 
 class InputFormat(StrEnum):
-    AUTO, JSONL, JSON, CSV, TSV, PARQUET, TXT = "auto", "jsonl", "json", "csv", "tsv", "parquet", "txt"
+    AUTO, JSONL, JSON, CSV, TSV, XLSX = "auto", "jsonl", "json", "csv", "tsv", "xlsx"
+    PARQUET, TXT = "parquet", "txt"
 
 
 _PACKED = (".gz", ".zst")
@@ -41,6 +43,8 @@ _BY_SUFFIX = {
     ".csv": InputFormat.CSV,
     ".tsv": InputFormat.TSV,
     ".tab": InputFormat.TSV,
+    ".xlsx": InputFormat.XLSX,
+    ".xlsm": InputFormat.XLSX,
     ".parquet": InputFormat.PARQUET,
     ".pq": InputFormat.PARQUET,
     ".txt": InputFormat.TXT,
@@ -106,7 +110,7 @@ def convert(path: str | os.PathLike[str], kind: InputFormat, target: AtomicFile,
     rows = _READERS[kind]
     with open_input(path) as raw:
         try:
-            for line in rows(raw) if kind is InputFormat.PARQUET else rows(_unpacked(raw)):
+            for line in rows(raw) if kind in _WHOLE_FILES else rows(_unpacked(raw)):
                 target.write(line)
                 target.write(b"\n")
         except _Refused as error:
@@ -336,7 +340,7 @@ def _parquet(raw: BufferedReader) -> Iterator[bytes]:
         for batch in file.iter_batches(batch_size=_BATCH_ROWS):
             for values in batch.to_pylist():
                 number += 1
-                yield _parquet_line(values, number)
+                yield _json_line(values, number)
     except arrow.ArrowInvalid as error:
         raise _Refused(f"this is not a whole Parquet file ({str(error).splitlines()[0]})") from None
     except (arrow.ArrowException, ValueError) as error:
@@ -361,7 +365,7 @@ def _refuse_binary(arrow: Any, name: str, kind: Any) -> None:
         _refuse_binary(arrow, f"{name}.{kind.field(inner).name}", kind.field(inner).type)
 
 
-def _parquet_line(values: dict[str, Any], number: int) -> bytes:
+def _json_line(values: dict[str, Any], number: int) -> bytes:
     try:
         line = dumped({name: _jsonable(value) for name, value in values.items()})
     except (ValueError, TypeError) as error:
@@ -386,10 +390,37 @@ def _jsonable(value: Any) -> Any:
     return str(value) if isinstance(value, timedelta | Decimal) else value
 
 
+def _sheet(raw: BufferedReader) -> Iterator[bytes]:
+    """The first row has the names. Numbers stay numbers; empty cells are empty text, empty rows are none."""
+    header: list[str] = []
+    try:
+        for number, cells in enumerate(read_sheet(raw), start=1):
+            if all(cell is None for cell in cells):
+                continue
+            if not header:
+                header = _header(["" if cell is None else str(cell) for cell in cells])
+                continue
+            yield _json_line(dict(_sheet_values(header, cells)), number)
+    except ValueError as error:
+        raise _Refused(str(error)) from None
+
+
+def _sheet_values(header: Sequence[str], cells: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    for name, cell in zip(header, cells, strict=False):
+        if isinstance(cell, float) and cell.is_integer() and abs(cell) <= MOST_INTEGER:
+            cell = int(cell)
+        if isinstance(cell, str) or cell is None:
+            yield from _typed([name], [cell or ""])
+        else:
+            yield name, str(cell) if name == "id" or name in _AS_TEXT else cell
+
+
+_WHOLE_FILES = (InputFormat.PARQUET, InputFormat.XLSX)
 _READERS: dict[InputFormat, Callable[[Any], Iterable[bytes]]] = {
     InputFormat.JSON: _Array,
     InputFormat.CSV: _separated(","),
     InputFormat.TSV: _separated("\t"),
+    InputFormat.XLSX: _sheet,
     InputFormat.PARQUET: _parquet,
     InputFormat.TXT: _plain_text,
 }

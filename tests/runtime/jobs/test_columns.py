@@ -11,7 +11,7 @@ import pytest
 
 from moedge.runtime.rows.row import ChatPrompt, Defaults, Row, RowFailure, TextPrompt
 from moedge.runtime.rows.row_formats import Columns, read_schema, settled, text_or_file
-from moedge.runtime.settings.errors import InputUnreadable, SettingError
+from moedge.runtime.settings.errors import BadArgument, InputUnreadable
 
 Read = Callable[..., list[Any]]
 REVIEW = {"ticket": 12, "review": "Good", "stars": 5, "note": None}
@@ -94,7 +94,7 @@ def test_the_text_of_a_row_is_never_a_template(read: Read) -> None:
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(defaults: dict[str, Any], words: str) -> None:
-    with pytest.raises(SettingError, match=words):
+    with pytest.raises(BadArgument, match=words):
         Columns(Defaults(**defaults))
 
 
@@ -103,7 +103,7 @@ def test_what_is_left_open_follows_the_input_and_the_model() -> None:
     assert settled(Defaults(prompt="{{ a }}"), True, False) == Defaults(prompt="{{ a }}", chat=False)
     assert settled(Defaults(), False, True) == Defaults()
     assert settled(Defaults(prompt_column="a", chat=False), False, True).chat is False
-    with pytest.raises(SettingError, match="--system"):
+    with pytest.raises(BadArgument, match="--system"):
         settled(Defaults(system="S"), False, False)
 
 

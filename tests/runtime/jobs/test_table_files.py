@@ -89,9 +89,9 @@ def test_a_job_that_was_stopped_and_resumed_writes_the_table_of_one_that_was_not
     assert job(output=tmp_path / f"out{suffix}").summary.passes.count is None
 
 
-@pytest.mark.parametrize("name", ["out.json", "out.tsv", "out.xlsx", "out.jsonl.zst"])
+@pytest.mark.parametrize("name", ["out.json", "out.tsv", "out.xls", "out.jsonl.zst"])
 def test_a_name_of_another_format_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(OutputRefused, match=r"\.jsonl, \.csv or \.parquet"):
+    with pytest.raises(OutputRefused, match=r"\.jsonl, \.csv, \.xlsx or \.parquet"):
         claim_output(tmp_path / name, tmp_path / "in.jsonl")
 
 
