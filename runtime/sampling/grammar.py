@@ -14,7 +14,7 @@ from functools import cached_property
 from importlib.util import find_spec
 from itertools import groupby
 from os.path import commonprefix
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...offload.errors import ExitCode, MoedgeError
 from ..settings.errors import MissingExtra
@@ -110,7 +110,10 @@ def compile_schema(schema: AnswerForm) -> str:
         unit = "characters" if isinstance(schema, Lark) else "bytes as ASCII"
         raise SchemaError(f"it has {len(text)} {unit}, at most {most} are accepted")
     if not isinstance(schema, Lark):
-        text = "start: %json " + json.dumps(json.loads(schema) | {"x-guidance": _OPTIONS})
+        try:
+            text = "start: %json " + json.dumps(_bounded(json.loads(schema)) | {"x-guidance": _OPTIONS})
+        except RecursionError:
+            raise SchemaError("it is nested too deeply") from None
     elif setting := re.search(r"%(llguidance|json|regex)\b", text):
         raise SchemaError(f"it has {setting[0]}, and no settings or grammars of other kinds are accepted inside one")
     grammar = LLMatcher.grammar_from_lark(_HEADER + text)
@@ -118,6 +121,31 @@ def compile_schema(schema: AnswerForm) -> str:
     if failed:
         raise SchemaError(first_line(messages[0]))
     return grammar
+
+
+# Integers of a schema without bounds have at most 15 digits, which float64 holds exactly: a model that begins to write
+# digits often goes on to the last token that it has.
+_MOST_INTEGER = 10**15 - 1
+_BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+# Keys whose values are no schemas.
+_VALUES = ("enum", "const", "default", "examples")
+
+
+def _bounded(schema: Any) -> Any:
+    """A JSON schema whose integers have bounds."""
+    if isinstance(schema, list):
+        return [_bounded(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: value if key in _VALUES else _bounded(value) for key, value in schema.items()}
+    kinds = found.get("type")
+    integer = kinds == "integer" or (isinstance(kinds, list) and "integer" in kinds and "number" not in kinds)
+    given = [found[name] for name in _BOUNDS if name in found]
+    small = all(isinstance(each, int | float) and abs(each) <= _MOST_INTEGER for each in given)
+    if not integer or not small or found.keys() & {"enum", "const"}:
+        return found
+    low = {} if found.keys() & _BOUNDS[:2] else {"minimum": -_MOST_INTEGER}
+    return found | low | ({} if found.keys() & _BOUNDS[2:] else {"maximum": _MOST_INTEGER})
 
 
 def parser_limits(schema: AnswerForm = "") -> LLParserLimits:

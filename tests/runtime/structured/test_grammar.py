@@ -5,6 +5,7 @@ import sys
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from moedge.runtime.sampling.grammar import MAX_SCHEMA_NBYTES, SchemaError, compile_schema
 from moedge.runtime.settings.errors import MissingExtra
@@ -69,3 +70,37 @@ def test_without_llguidance_the_message_says_what_to_install(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(MissingExtra, match=r"pip install .*'llguidance[<>=\d.,]+'$"):
         compile_schema("{}")
+
+
+def test_a_schema_nested_beyond_what_python_reads_is_refused() -> None:
+    deep = '{"type": "array", "items": ' * 4000 + "{}" + "}" * 4000
+    with pytest.raises(SchemaError, match="nested too deeply"):
+        compile_schema(deep)
+
+
+INTEGER, NULL = {"type": "integer"}, {"type": ["integer", "null"]}
+# Schemas, and texts that they take or not.
+INTEGERS = {
+    "no bounds": (INTEGER, ["-999999999999999", "0", "12"], ["1" * 16, "-" + "1" * 16]),
+    "or null": (NULL, ["null", "7"], ["1" * 16]),
+    "a property called type": ({"properties": {"type": INTEGER}}, ['{"type": 12}'], ['{"type": ' + "1" * 16 + "}"]),
+    "one bound": (INTEGER | {"minimum": 0}, ["0", "9" * 15], ["-1", "1" * 16]),
+    "a large bound": (INTEGER | {"minimum": 10**16}, ["1" * 17], ["-1"]),
+    "values": ({"type": "integer", "enum": [10**15]}, ["1" + "0" * 15], ["2"]),
+    "any number": ({"type": "number"}, ["1" * 16], ["x"]),
+}
+
+
+@pytest.mark.parametrize(("schema", "takes", "refuses"), INTEGERS.values(), ids=INTEGERS)
+def test_integers_without_bounds_have_fifteen_digits(
+    schema: dict[str, Any], takes: list[str], refuses: list[str]
+) -> None:
+    """30 of 50 rows of a small model wrote digits up to max_tokens."""
+    grammar = compile_schema(json.dumps(schema))
+
+    def taken(text: str) -> bool:
+        matcher = LLMatcher(LLTokenizer("byte"), grammar)
+        return matcher.validate_tokens(list(text.encode())) == len(text)
+
+    assert all(map(taken, takes))
+    assert not any(map(taken, refuses))
