@@ -1,14 +1,15 @@
 """The routes of OpenAI's API, as a FastAPI application. What they share with nobody is in gate.py and live.py."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import os
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 from fastapi import FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
-from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -21,6 +22,7 @@ from .limits import ServerLimits
 from .live import LAST_EVENT, Event, Finished, LiveRequest, RequestReader, as_event, chunks, first_chunk
 
 _MOST_LISTED = 10_000
+_PIECE_NBYTES = 1 << 18
 # Seconds between two looks at whether a client that waits for a whole answer is still there.
 _LOOK_SECONDS = 2.0
 
@@ -147,10 +149,13 @@ def _add_files(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/files/{file_id}/content")
     def content(file_id: str) -> Response:
-        path = files.path(files.get(file_id))
-        if not path.is_file():
-            raise not_found("content of the file", file_id)
-        return FileResponse(path, media_type="application/octet-stream")
+        # Opened before the answer begins: what fails behind its head cannot be said any more.
+        try:
+            file = files.path(files.get(file_id)).open("rb")
+        except FileNotFoundError:
+            raise not_found("content of the file", file_id) from None
+        length = {"Content-Length": str(os.fstat(file.fileno()).st_size)}
+        return StreamingResponse(_pieces(file), media_type="application/octet-stream", headers=length)
 
     @app.delete("/v1/files/{file_id}")
     def delete(file_id: str) -> Response:
@@ -159,6 +164,12 @@ def _add_files(app: FastAPI, service: Service) -> None:
             raise ApiError(409, f"an unfinished batch reads {found.id}; cancel it first", code="file_in_use")
         files.delete(found.id)
         return JSONResponse({"id": found.id, "object": "file", "deleted": True})
+
+
+def _pieces(file: BinaryIO) -> Iterator[bytes]:
+    with file:
+        while data := file.read(_PIECE_NBYTES):
+            yield data
 
 
 async def _upload(request: Request, files: FileStore) -> StoredFile:

@@ -9,7 +9,7 @@ import re
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from ...face import (
     LoadedModel,
     Measured,
     OutputPaths,
+    RowFailure,
     Running,
     batch_request,
     cancel,
@@ -86,8 +87,14 @@ class ServedBatch:
         self.status = status
         setattr(self, f"{status}_at", int(time.time()))
 
-    def fail(self, code: str, message: str) -> None:
-        self.errors = [{"code": code, "message": message, "param": None, "line": None}]
+    def fail(self, code: str, message: str, lines: Sequence[RowFailure] = (), total: int = 0) -> None:
+        """`lines` are the first of `total` lines of the input that are wrong; each gets an entry of its own."""
+        found = [{"code": each.code, "message": each.message, "param": each.param, "line": each.line} for each in lines]
+        if total > len(lines):
+            message = f"{total - len(lines):,} more lines are wrong"
+        if total != len(lines) or not lines:
+            found.append({"code": code, "message": message, "param": None, "line": None})
+        self.errors = found
         self.enter("failed")
 
     def as_json(self) -> dict[str, Any]:
@@ -259,7 +266,8 @@ class BatchQueue:
             if (cause := error.__context__) is not None and is_exhausted(cause):
                 # Refused for the system's sake, such as a job's folder on a disk that is read-only now.
                 raise cause from error
-            self._fail(batch, "invalid_input", str(error))
+            wrong = (error.failures, error.total) if isinstance(error, errors.InputRefused) else ((), 0)
+            self._fail(batch, "invalid_input", str(error), *wrong)
         except Exception as error:
             if self._engine.broken or is_exhausted(error):
                 raise
@@ -277,10 +285,12 @@ class BatchQueue:
             **{**options, "input_format": "jsonl", "max_tokens": settings.max_tokens, "seed": settings.seed},
         )
 
-    def _fail(self, batch: ServedBatch, code: str, message: str) -> None:
+    def _fail(
+        self, batch: ServedBatch, code: str, message: str, lines: Sequence[RowFailure] = (), total: int = 0
+    ) -> None:
         path = str(self._files.path(self._files.get(batch.input_file_id)))
         with self._lock:
-            batch.fail(code, message.replace(path, batch.input_file_id))
+            batch.fail(code, message.replace(path, batch.input_file_id), lines, total)
             self._save(batch)
 
     def _end(self, batch: ServedBatch, outcome: str | None) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import uvicorn
 from platformdirs import user_state_path
 
-from ...face import JobFolder, JobLock, errors
+from ...face import JobFolder, JobLock, errors, public_name
 from .app import Service, Turns, make_app
 from .batches import BatchQueue, BatchSettings
 from .engine_thread import EngineThread
@@ -117,9 +117,10 @@ def open_server(settings: ServerSettings) -> Iterator[RunningServer]:
         resources.callback(engine.stop)
         engine.start()
         loaded = engine.ready.result()
-        reader = RequestReader(loaded, settings.model, settings.max_tokens, settings.seed)
+        name = public_name(settings.model)
+        reader = RequestReader(loaded, name, settings.max_tokens, settings.seed)
         turns = Turns(limits.waiting_nbytes)
-        service = Service(settings.model, int(time.time()), loaded, engine, reader, files, batches, limits, turns)
+        service = Service(name, int(time.time()), loaded, engine, reader, files, batches, limits, turns)
         server = _Server(_config(settings, service), engine)
         running = RunningServer(server, listener)
 

@@ -97,7 +97,7 @@ def test_a_batch_is_cancelled_after_its_pass_and_keeps_its_answers(client: OpenA
 @pytest.mark.parametrize(
     ("text", "url", "found"),
     [
-        ("no json\n", CHAT, "invalid_json_line"),
+        ("no json\n", CHAT, "Expecting value"),
         ("", CHAT, "contains no rows"),
         (line("a", CHAT, messages=QUESTION), COMPLETION, "1 line of file-"),
     ],
@@ -109,6 +109,16 @@ def test_a_file_that_is_none_fails_its_batch(client: OpenAI, text: str, url: str
     [error] = done.errors.data
     assert found in error.message
     assert "/" not in error.message.replace(CHAT, "").replace(COMPLETION, ""), "no path of the server is shown"
+
+
+def test_every_line_that_is_wrong_has_an_entry(client: OpenAI) -> None:
+    """The first twenty of them, and then how many more there are; no advice about an option that HTTP has not."""
+    good = line("a", CHAT, messages=QUESTION)
+    done = polled(client, begin(client, good + "no json\n" + good.replace('"a"', '"b"') + "[]\n" * 40, CHAT))
+    entries = done.errors.data
+    assert [(each.line, each.code) for each in entries[:2]] == [(2, "invalid_json_line"), (4, "invalid_json_line")]
+    assert (entries[-1].line, entries[-1].message) == (None, f"{41 - len(entries) + 1} more lines are wrong")
+    assert not any("--lenient" in each.message for each in entries)
 
 
 def test_chats_are_answered_beside_a_batch_whole_and_in_pieces(client: OpenAI) -> None:
