@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol, Self, Unpack, cast
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from .formatting import speed
 from .offload.memory import reset_host_peak
 from .runtime.jobs.folder import JobFolder
 from .runtime.jobs.journal.state import JobState, read_state
@@ -174,7 +175,7 @@ def progress_bar(total: int, wanted: bool, what: str = "prompts", done: int = 0)
 
         def advance(count: int, metrics: Metrics) -> None:
             seconds = time.perf_counter() - begun
-            tokens = f"{metrics.generated_tokens / seconds:,.1f} tok/s out, {metrics.prompt_tokens / seconds:,.1f} in"
+            tokens = f"{speed(metrics.generated_tokens / seconds)} out, {speed(metrics.prompt_tokens / seconds)} in"
             progress.update(task, advance=count, description=tokens)
 
         yield advance

@@ -8,9 +8,11 @@ from typing import Any
 
 
 def duration(seconds: float) -> str:
-    """`1:02:03`, `2:03`; `4.5 s` below a minute."""
+    """`1:02:03`, `2:03`; `4.5 s` below a minute, `26 days` from two days on."""
     if seconds < 60:
         return f"{seconds:.1f} s"
+    if seconds >= 48 * 3600:
+        return f"{seconds / 86400:,.0f} days"
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
@@ -19,6 +21,13 @@ def duration(seconds: float) -> str:
 def short_duration(seconds: float) -> str:
     """The same without tenths, for numbers that change while they are read: `14 s`, `2:03`."""
     return f"{seconds:.0f} s" if seconds < 59.5 else duration(max(60, seconds))
+
+
+def speed(tokens_per_second: float) -> str:
+    """`1,234 tok/s`, `11.5 tok/s`; `12 s per token` where a token takes longer than a second."""
+    if 0 < tokens_per_second < 1:
+        return f"{1 / tokens_per_second:,.3g} s per token"
+    return f"{tokens_per_second:,.0f} tok/s" if tokens_per_second >= 100 else f"{tokens_per_second:.1f} tok/s"
 
 
 def clock(seconds: float) -> str:

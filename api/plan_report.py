@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .formatting import TIE, count, duration, escape_controls, fit, formats_line, kernel_lines
+from .formatting import TIE, count, duration, escape_controls, fit, formats_line, kernel_lines, speed
 from .offload.budget import gib
 from .runtime.jobs.job_plan import equal_rows, measured_job, plan_request, refuse_unknown_machine
 from .runtime.jobs.request import EQUAL_ROWS, budgets_of, input_format_of, row_defaults_of, settings_of
@@ -262,7 +262,7 @@ def _speed(found: Mapping[str, Any]) -> Iterator[str]:
     predicted, machine = found["prediction"], found["machine"]
     yield ""
     yield (
-        f"estimate: {predicted['generated_tok_s']:,.1f} tok/s generated, {predicted['prompt_tok_s']:,.1f} tok/s of "
+        f"estimate: {speed(predicted['generated_tok_s'])} generated, {speed(predicted['prompt_tok_s'])} of "
         f"prompts; loading ~{duration(predicted['loading_s'])}, then {duration(predicted['seconds'])}"
     )
     if written := predicted["written_nbytes"]:
@@ -335,7 +335,7 @@ def _suggestions(found: Mapping[str, Any]) -> Iterator[str]:
     if not suggestions:
         yield "no single change gains more than 5 %"
     for each in suggestions:
-        yield f"{each['change']:>16}  {each['generated_tok_s']:,.1f} tok/s, {each['gain']:.2f}x"
+        yield f"{each['change']:>16}  {speed(each['generated_tok_s'])}, {each['gain']:.2f}x"
 
 
 def _explanation(found: Mapping[str, Any]) -> Iterator[str]:

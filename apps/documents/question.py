@@ -105,16 +105,16 @@ class Question:
 
 
 def make_question(options: Mapping[str, Any]) -> Question:
-    """The question that the options of the command ask, by name. Raises SettingError, InputUnreadable, MissingExtra."""
+    """The question that the options of the command ask, by name. Raises BadArgument, InputUnreadable, MissingExtra."""
     task, given, merge = options.get("task"), options.get("prompt"), options.get("merge_prompt")
     text = "" if given is None else text_or_file(str(given), "--prompt")
     schema = find_schema(options.get("schema"), options.get("fields"))
     if task is None and not text.strip():
-        raise errors.SettingError("nothing is asked: give --prompt TEXT|FILE, or --task summarize")
+        raise errors.BadArgument("nothing is asked: give --prompt TEXT|FILE, or --task summarize")
     if task in NEEDS_PROMPT and not text.strip():
-        raise errors.SettingError(f"--task {task} needs {NEEDS_PROMPT[task]} in --prompt")
+        raise errors.BadArgument(f"--task {task} needs {NEEDS_PROMPT[task]} in --prompt")
     if task in NEEDS_SCHEMA and schema is None:
-        raise errors.SettingError(f"--task {task} needs --fields or --schema: what is to be found")
+        raise errors.BadArgument(f"--task {task} needs --fields or --schema: what is to be found")
     system = options.get("system")
     question = Question(
         prompt=with_document(text) if task is None else TASKS[task],
@@ -137,11 +137,11 @@ def with_document(prompt: str) -> str:
 
 def _check(question: Question) -> None:
     if unknown := Template(question.prompt, "--prompt").fields - NAMES:
-        raise errors.SettingError(f"--prompt uses {', '.join(sorted(unknown))}; known are {', '.join(sorted(NAMES))}")
+        raise errors.BadArgument(f"--prompt uses {', '.join(sorted(unknown))}; known are {', '.join(sorted(NAMES))}")
     if unknown := Template(question.merge, "--merge-prompt").fields - {"request", "text", "path", "front_matter"}:
-        raise errors.SettingError(f"--merge-prompt uses {', '.join(sorted(unknown))}; known are request, text, path")
+        raise errors.BadArgument(f"--merge-prompt uses {', '.join(sorted(unknown))}; known are request, text, path")
     if question.system is not None and Template(question.system, "--system").fields:
-        raise errors.SettingError("--system uses fields; put them into --prompt: all rows share the system message")
+        raise errors.BadArgument("--system uses fields; put them into --prompt: all rows share the system message")
 
 
 class Prompts:

@@ -25,10 +25,10 @@ _TYPES: dict[str, dict[str, Any]] = {
 def find_schema(schema: str | None, fields: str | None) -> str | None:
     """The text of the schema that `--schema` (a file, or `module:Class`) or `--fields` asks for; None for neither.
 
-    Raises SettingError, InputUnreadable, MissingExtra.
+    Raises BadArgument, InputUnreadable, MissingExtra.
     """
     if schema is not None and fields is not None:
-        raise errors.SettingError("--schema and --fields are both given; keep one of them")
+        raise errors.BadArgument("--schema and --fields are both given; keep one of them")
     if fields is not None:
         found = json.dumps(fields_schema(fields), separators=(",", ":"))
     elif schema is None:
@@ -40,23 +40,23 @@ def find_schema(schema: str | None, fields: str | None) -> str | None:
     try:
         compile_schema(json.dumps(without_own(json.loads(found))))
     except SchemaError as error:
-        raise errors.SettingError(f"{'--schema' if fields is None else '--fields'} is refused: {error}") from None
+        raise errors.BadArgument(f"{'--schema' if fields is None else '--fields'} is refused: {error}") from None
     return found
 
 
 def fields_schema(fields: str) -> dict[str, Any]:
     """`title, date: date, kind: letter|invoice` as a schema of an object with these properties, null where unknown.
 
-    Raises SettingError.
+    Raises BadArgument.
     """
     properties: dict[str, Any] = {}
     for each in filter(None, map(str.strip, fields.split(","))):
         name, _, kind = (part.strip() for part in each.partition(":"))
         if not _NAME.fullmatch(name) or name in properties:
-            raise errors.SettingError(f"--fields: {each!a} is not a name, or a name twice; give NAME or NAME: TYPE")
+            raise errors.BadArgument(f"--fields: {each!a} is not a name, or a name twice; give NAME or NAME: TYPE")
         properties[name] = _type(kind or "text", each)
     if not properties:
-        raise errors.SettingError("--fields names no field; give some, such as 'title, date: date, amount: number'")
+        raise errors.BadArgument("--fields names no field; give some, such as 'title, date: date, amount: number'")
     return {
         "type": "object",
         "properties": properties,
@@ -69,7 +69,7 @@ def _type(kind: str, field: str) -> dict[str, Any]:
     if "|" in kind:
         return {"enum": [choice.strip() for choice in kind.split("|")]}
     if kind not in _TYPES:
-        raise errors.SettingError(f"--fields: the type of {field!a} is not known; use {', '.join(_TYPES)}, or a|b|c")
+        raise errors.BadArgument(f"--fields: the type of {field!a} is not known; use {', '.join(_TYPES)}, or a|b|c")
     own = {name: value for name, value in _TYPES[kind].items() if name.startswith("x-")}
     plain = {name: value for name, value in _TYPES[kind].items() if name not in own}
     return {"anyOf": [plain, {"type": "null"}], **own}

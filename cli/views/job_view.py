@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ...batch import JobObserver, run_job
-from ...formatting import duration, kernel_lines, loss_line
+from ...formatting import duration, kernel_lines, loss_line, speed
 from ...offload.budget import gib
 from ...offload.errors import ExitCode
 from ...runtime.jobs.answer_stream import AnswerStream
@@ -54,8 +54,8 @@ def summary_table(summary: RunSummary, verbose: bool = False) -> Table:
 
 
 def _lines(summary: RunSummary) -> list[tuple[str, str]]:
-    speed, predicted, memory = summary.throughput, summary.predicted.generated_tok_s, summary.memory
-    estimate = "" if predicted is None else f" (estimate {predicted:,.1f})"
+    rates, predicted, memory = summary.throughput, summary.predicted.generated_tok_s, summary.memory
+    estimate = "" if predicted is None else f" (estimate {speed(predicted)})"
     peaks = [f"RAM peak {gib(memory.host.peak or 0)} of {gib(memory.host.budget or 0)}"]
     if memory.device is not None:
         peaks.append(f"GPU memory peak {gib(memory.device.peak or 0)} of {gib(memory.device.budget or 0)}")
@@ -63,7 +63,7 @@ def _lines(summary: RunSummary) -> list[tuple[str, str]]:
         ("rows", _outcomes(summary.rows)),
         (
             "speed",
-            f"{speed.generated_tok_s or 0:,.1f} tok/s generated{estimate}, {speed.prompt_tok_s or 0:,.1f} tok/s prompt",
+            f"{speed(rates.generated_tok_s or 0)} generated{estimate}, {speed(rates.prompt_tok_s or 0)} prompt",
         ),
         ("time", f"{duration(summary.seconds.total or 0)}, including {duration(summary.seconds.load or 0)} to load"),
         ("memory", ", ".join(peaks)),
@@ -395,16 +395,12 @@ def _plan_line(plan: Plan) -> str:
     )
 
 
-def _rate(number: float) -> str:
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
-
-
 def _estimate(chosen: PlanResult, name: str) -> Iterator[str]:
     predicted, seconds = chosen.prediction, chosen.seconds
     known = chosen.request.costs.rates.measured
     measured = "" if known else " (default speeds; run `moedge doctor` once to measure this machine)"
     yield (
-        f"{name}: about {_rate(predicted.generated_tok_s)} tok/s, {duration(predicted.seconds)}, "
+        f"{name}: about {speed(predicted.generated_tok_s)}, {duration(predicted.seconds)}, "
         f"{predicted.bottleneck}-bound, after loading for ~{duration(predicted.loading_s)}{measured}"
     )
     if predicted.written_nbytes:

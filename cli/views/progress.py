@@ -26,7 +26,7 @@ from rich.progress import Progress as RichProgress
 from rich.table import Column, Table
 from rich.text import Text
 
-from ...formatting import clock, duration, fit, short_duration
+from ...formatting import clock, duration, fit, short_duration, speed
 from ...offload.budget import gib
 from ...runtime.settings.errors import counted
 from ...runtime.settings.stages import Advance, Stage
@@ -301,12 +301,11 @@ def left_text(seconds: float | None) -> str:
 def facts(eta: Eta, seconds_left: float | None, ram_nbytes: int) -> dict[str, str]:
     """What a line of progress says beside the rows, by column; `ram_nbytes` is the RAM budget."""
     rate = eta.generated_tok_s
-    tokens = f"{rate:,.0f} tok/s" if rate >= 10 else f"{rate:.1f} tok/s"
     return {
         "percent": f"{100 * eta.done // eta.total if eta.total else 100:3}%",
         "failed": f"{eta.failed:,} failed",
         "left": left_text(seconds_left),
-        "rate": tokens if rate else "",
+        "rate": speed(rate) if rate else "",
         # Of a job on a cluster, the memory that counts is elsewhere.
         "memory": f"RAM {eta.resident_nbytes / 2**30:.2f}/{gib(ram_nbytes)}"
         if eta.workers is None

@@ -99,12 +99,13 @@ def _point(loaded: LoadedModel, load: Load, count: int, heap: Heap) -> dict[str,
     measured = planned.request.costs.rates.measured
     # What the products, attention and overheads of these passes take at the rates of the machine.
     computing = planned.prediction.busy_s["compute"] / planned.correction / seconds if measured else None
-    shown = ("tokens", "throughput", "latency", "passes", "bytes", "stalls", "predicted")
+    shown = ("throughput", "latency", "passes", "bytes", "stalls", "predicted")
     return {
         "sequences": count,
         "failed": counts.failed,
         "seconds": seconds,
         "utilisation": summary["utilisation"] | {"compute": computing},
+        "tokens": {name: summary["tokens"][name] for name in ("prompt", "generated")},
         **{name: summary[name] for name in shown},
     }
 

@@ -166,9 +166,14 @@ class Identity:
     ) -> None:
         """Raises JobMismatch, naming every difference to the job of `state`, minus those accepted.
 
-        `to_do`: it has rows without an answer, so that it can be continued at all.
+        `to_do`: it has rows without an answer, so that it can be continued at all. Raises BadArgument if something is
+        accepted that no job records.
         """
         recorded = state.opened["identity"]
+        if unknown := sorted({*accepted} - {*recorded, KEY_OFFSETS}):
+            raise BadArgument(
+                f"--accept-drift {unknown[0]}: the job records no such setting; its settings are {', '.join(recorded)}"
+            )
         if changed := _changed({**self.facts, **_requested(settings, recorded)}, recorded, accepted):
             raise JobMismatch(_mismatch(state, changed, paths, self.model, to_do))
 

@@ -60,11 +60,12 @@ class Limits:
         if self.max_failures is None:
             return None
         text = self.max_failures.removesuffix("%")
-        if not text.replace(".", "", 1).isdecimal() or ("." in text and text == self.max_failures):
+        share = text != self.max_failures
+        if not text.replace(".", "", 1).isdecimal() or ("." in text and not share) or (share and float(text) > 100):
             raise BadLimit(
-                f"--max-failures {self.max_failures} is neither a number of rows nor a percentage; use 10 or 5%"
+                f"--max-failures {self.max_failures} is neither a number of rows nor 0% to 100% of them; use 10 or 5%"
             )
-        return int(text) if text == self.max_failures else int(float(text) * num_rows / 100)
+        return int(float(text) * num_rows / 100) if share else int(text)
 
 
 class StopRule:

@@ -2,7 +2,7 @@
 
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import requires, version
 from importlib.util import find_spec
 from typing import Any
@@ -150,9 +150,16 @@ class InputUnreadable(MoedgeError):
 
 
 class InputRefused(MoedgeError):
-    """A line of the input is malformed and the job is strict; the message is the report of the check."""
+    """A line of the input is malformed and the job is strict; the message is the report of the check.
+
+    `failures` are the first lines at fault, RowFailures, and `total` counts all; none where it is the whole file.
+    """
 
     exit_code = ExitCode.INPUT
+
+    def __init__(self, message: str, failures: Sequence[Any] = (), total: int = 0) -> None:
+        super().__init__(message)
+        self.failures, self.total = tuple(failures), total
 
 
 class InputChanged(MoedgeError):

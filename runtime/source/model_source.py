@@ -90,6 +90,11 @@ class ModelSource:
         return replace(settings, quant=str(self.quant), dtype=str(self.dtype))
 
 
+def public_name(name: str) -> str:
+    """What answers call the model: an id of the Hub as it is, of a path its last part."""
+    return Path(name).resolve().name if Path(name).exists() else name
+
+
 @contextmanager
 def open_source(name: str, tokenizer: bool = True) -> Iterator[ModelSource]:
     """Finds MODEL; the small files of a store or a GGUF file are laid out in a temporary folder meanwhile.

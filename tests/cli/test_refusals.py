@@ -55,7 +55,7 @@ REFUSALS: list[tuple[list[str], int, str]] = [
 DOCUMENTS: list[tuple[list[str], int, str]] = [
     (["docs", "no-such-model", "models", "-o", "out.csv", "--task", "summarize"], 5, "neither a folder nor a hub id"),
     (["docs", MODEL, "in.jsonl", "-o", "out.csv", "--task", "summarize"], 2, "is not a folder"),
-    (["docs", MODEL, "models", "-o", "out.csv"], 4, "nothing is asked"),
+    (["docs", MODEL, "models", "-o", "out.csv"], 2, "nothing is asked"),
     (["docs", MODEL, "empty", "-o", "out.csv", "--task", "summarize"], 7, "empty has no file to read; 0 were skipped"),
 ]
 # Budgets are refused by what plans are made of, which takes numpy.

@@ -368,7 +368,7 @@ def test_a_job_that_runs_fits_terminals_of_every_width(
         assert len(later) == 2
         assert all(moment.rpartition("\n")[0] == first.rpartition("\n")[0] for moment in later), "one line changes"
         screens[width] = "\n".join([first, *(moment.rpartition("\n")[2] for moment in later)]) + "\n"
-    assert "18/50 rows  2 failed  left 1:20   28 tok/s     RAM 17.00/20.00 GiB  expert hits 34%  ━" in screens[200]
+    assert "18/50 rows  2 failed  left 1:20   28.0 tok/s   RAM 17.00/20.00 GiB  expert hits 34%  ━" in screens[200]
     golden("running", screens)
 
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from moedge.apps.documents.question import NEEDS_PROMPT, NEEDS_SCHEMA, TASKS, make_question
 from moedge.apps.documents.schemas import fields_schema, find_quote, find_schema, quotes, without_own
-from moedge.runtime.settings.errors import InputUnreadable, SettingError
+from moedge.runtime.settings.errors import BadArgument, InputUnreadable
 
 
 class Invoice(BaseModel):
@@ -37,7 +37,7 @@ def test_fields_are_a_schema_that_allows_what_is_unknown() -> None:
     [("", "names no field"), ("a b", "is not a name"), ("a, a", "a name twice"), ("a: money", "use text, string")],
 )
 def test_fields_that_cannot_be_are_refused(fields: str, message: str) -> None:
-    with pytest.raises(SettingError, match=message):
+    with pytest.raises(BadArgument, match=message):
         fields_schema(fields)
 
 
@@ -50,7 +50,7 @@ def test_a_schema_comes_from_a_model_or_a_file(tmp_path: Path) -> None:
     assert "properties" in json.loads(find_schema(str(tmp_path / "s.json"), None) or "")
     with pytest.raises(InputUnreadable, match="no_such_module"):
         find_schema("no_such_module:Model", None)
-    with pytest.raises(SettingError, match="keep one of them"):
+    with pytest.raises(BadArgument, match="keep one of them"):
         find_schema("s.json", "a")
 
 
@@ -64,19 +64,19 @@ def test_every_task_asks_for_what_it_needs(task: str) -> None:
     assert "{{ text }}" not in head
     assert "{{ path }}" not in head, "rows would not share what comes before it"
     if task in NEEDS_PROMPT:
-        with pytest.raises(SettingError, match=NEEDS_PROMPT[task]):
+        with pytest.raises(BadArgument, match=NEEDS_PROMPT[task]):
             make_question({**given, "prompt": None})
     if task in NEEDS_SCHEMA:
-        with pytest.raises(SettingError, match="needs --fields or --schema"):
+        with pytest.raises(BadArgument, match="needs --fields or --schema"):
             make_question({**given, "fields": None})
 
 
 def test_a_prompt_without_the_text_gets_it_at_its_end() -> None:
     assert make_question({"prompt": "What is it?"}).prompt == "What is it?\n\n{{ text }}"
     assert make_question({"prompt": "See {{ text }}: what is it?"}).prompt == "See {{ text }}: what is it?"
-    with pytest.raises(SettingError, match="nothing is asked"):
+    with pytest.raises(BadArgument, match="nothing is asked"):
         make_question({})
-    with pytest.raises(SettingError, match="all rows share the system message"):
+    with pytest.raises(BadArgument, match="all rows share the system message"):
         make_question({"prompt": "a", "system": "about {{ path }}"})
 
 

@@ -35,7 +35,7 @@ from moedge.runtime.jobs.stop import Limits
 from moedge.runtime.rows.answer_formats import Answers
 from moedge.runtime.rows.row import Defaults
 from moedge.runtime.sampling.params import FinishReason
-from moedge.runtime.settings.errors import InputChanged, JobInUse, JobMismatch, OutputExists, OutputRefused
+from moedge.runtime.settings.errors import BadArgument, InputChanged, JobInUse, JobMismatch, OutputExists, OutputRefused
 from moedge.runtime.settings.settings import Budgets, Settings
 from moedge.runtime.weights.key_offsets import FILE, KeyOffsets
 
@@ -113,6 +113,13 @@ def test_j10_what_would_change_answers_is_refused_by_name(name: str, begun: JobF
     assert str(refused.value).count(" -> ") == 1, "nothing else differs"
     assert begun.journal.read_bytes() == before
     job(**change, resume=ResumeOptions(drift=(name,)))
+
+
+def test_a_setting_that_no_job_records_cannot_be_accepted(begun: JobFolder, job: Job) -> None:
+    before = begun.journal.read_bytes()
+    with pytest.raises(BadArgument, match=r"--accept-drift bogus: .* temperature"):
+        job(resume=ResumeOptions(drift=("seed", "bogus")))
+    assert begun.journal.read_bytes() == before
 
 
 @pytest.mark.parametrize(

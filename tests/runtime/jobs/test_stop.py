@@ -82,7 +82,7 @@ def test_failures_are_a_number_or_a_share(text: str, rows: int, allowed: int) ->
     assert f"--max-failures allows {allowed:,}" in str(rule.reason(allowed + 1, rows))
 
 
-@pytest.mark.parametrize("text", ["-1", "x", "1.5", "%", "", "1e3", "nan%", "5 %"])
+@pytest.mark.parametrize("text", ["-1", "x", "1.5", "%", "", "1e3", "nan%", "5 %", "200%", "100.5%"])
 def test_what_is_no_number_of_failures_is_refused(text: str) -> None:
     with pytest.raises(BadLimit, match="10 or 5%"):
         StopRule(Limits(max_failures=text))

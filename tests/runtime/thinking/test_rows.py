@@ -11,7 +11,7 @@ from moedge.runtime.jobs.encode import RowEncoder
 from moedge.runtime.rows.fields import kwargs_setting
 from moedge.runtime.rows.reader import rows_from
 from moedge.runtime.rows.row import Defaults, Row, RowFailure
-from moedge.runtime.settings.errors import SettingError
+from moedge.runtime.settings.errors import BadArgument
 from moedge.runtime.text.tokenizer import Tokenizer
 
 Load = Callable[[str], Tokenizer]
@@ -199,7 +199,7 @@ def test_what_a_model_does_not_do_is_noted_once(load: Load) -> None:
 
 @pytest.mark.parametrize("text", ["x", "[]", '{"messages": 1}', '{"a": NaN}', '{"a": 1, "a": 2}', ""])
 def test_an_option_that_is_no_object_is_refused(text: str) -> None:
-    with pytest.raises(SettingError, match="--chat-template-kwargs"):
+    with pytest.raises(BadArgument, match="--chat-template-kwargs"):
         kwargs_setting(text)
 
 
