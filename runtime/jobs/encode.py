@@ -26,7 +26,7 @@ from ..plan.placement import Workload
 from ..rows.fields import invalid_schema
 from ..rows.preflight import Preflight, located
 from ..rows.row import ChatPrompt, ErrorCode, Prompt, Row, RowFailure, TextPrompt, common_error
-from ..sampling.grammar import Grammars, GrammarState, SchemaError
+from ..sampling.grammar import ForcedCall, Grammars, GrammarState, SchemaError
 from ..sampling.params import SequenceSampling
 from ..settings.errors import InputRefused, PromptError, counted
 from ..text.chat_stream import ChatStream, StreamOptions
@@ -147,6 +147,9 @@ class RowEncoder:
 
     def encode(self, row: Row) -> Choices | RowFailure:
         """The generations of a row, or the failure that prevents them."""
+        if isinstance(row.schema, ForcedCall) and not self.tokenizer.writes_json_calls:
+            message = "how this model writes calls of functions is not known, so none can be forced; use auto"
+            return row.failure(ErrorCode.UNSUPPORTED_PARAMETER, message, "tool_choice")
         try:
             self.grammar(row)
             if failure := self._far_too_long(row):

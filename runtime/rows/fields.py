@@ -13,7 +13,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, TypeVar, get_args
 
-from ..sampling.grammar import ANY_OBJECT, AnswerForm, Lark, SchemaError, compile_schema
+from ..sampling.grammar import ANY_OBJECT, AnswerForm, ForcedCall, Lark, SchemaError, compile_schema
 from ..sampling.params import LIMITS, Limit
 from ..settings.errors import BadArgument, shown
 from ..settings.options import ReasoningEffort
@@ -122,11 +122,21 @@ def tools(value: Any, param: str) -> tuple[dict[str, Any], ...]:
     return _as_row_error(read_tools, value, param)
 
 
-def tool_choice(value: Any, param: str) -> str:
-    if value not in ("auto", "none") or not isinstance(value, str):
-        message = f'{param} must be "auto" or "none", found {shown(value)}: no answer is forced to call a function'
-        raise InvalidRow(ErrorCode.UNSUPPORTED_PARAMETER, message, param)
-    return value
+@dataclass(frozen=True, slots=True)
+class NamedTool:
+    """The function that an answer must call."""
+
+    name: str
+
+
+def tool_choice(value: Any, param: str) -> str | NamedTool:
+    if isinstance(value, str) and value in ("auto", "none", "required"):
+        return value
+    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
+    if isinstance(function, dict) and isinstance(function.get("name"), str):
+        return NamedTool(function["name"])
+    wanted = '"auto", "none", "required", or {"type": "function", "function": {"name": ...}}'
+    raise wrong_value(value, param, wanted)
 
 
 EFFORTS = get_args(ReasoningEffort)
@@ -274,6 +284,9 @@ def _choice(value: Any, param: str) -> Lark:
 
 def invalid_schema(schema: AnswerForm, error: SchemaError | str) -> InvalidRow:
     """What is wrong with the form that a row asks its answer to have."""
+    if isinstance(schema, ForcedCall):
+        message = f"the parameters of a tool are refused: {error}"
+        return InvalidRow(ErrorCode.INVALID_JSON_SCHEMA, message, "tools")
     if isinstance(schema, Lark):
         return InvalidRow(ErrorCode.INVALID_GRAMMAR, f"the grammar is refused: {error}", "structured_outputs")
     return InvalidRow(ErrorCode.INVALID_JSON_SCHEMA, f"the JSON schema is refused: {error}", "response_format")
@@ -287,7 +300,7 @@ class Schemas:
 
     def check(self, schema: AnswerForm) -> None:
         """Raises `InvalidRow` for a schema that is refused, and MissingExtra where no schema can be followed."""
-        text, kind = (schema.text, b"lark") if isinstance(schema, Lark) else (schema, b"json")
+        text, kind = (schema, b"json") if isinstance(schema, str) else (schema.text, type(schema).__name__.encode())
         digest = blake2b(text.encode(), digest_size=16, person=kind).digest()
         if digest not in self._verdicts:
             if len(self._verdicts) >= _MAX_VERDICTS:

@@ -15,10 +15,10 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..sampling.grammar import AnswerForm
+from ..sampling.grammar import AnswerForm, ForcedCall
 from ..sampling.params import SequenceSampling
 from ..settings.errors import BadArgument, InputUnreadable, shown
-from .fields import FREE_PREFIX, MAX_PROMPTS, is_own, read_fields, slip_of, unknown
+from .fields import FREE_PREFIX, MAX_PROMPTS, NamedTool, is_own, read_fields, slip_of, unknown
 from .row import ChatPrompt, Defaults, Endpoint, ErrorCode, InvalidRow, Prompt, Row, row_seed
 
 if TYPE_CHECKING:
@@ -238,7 +238,13 @@ class RowBuilder:
                     raise InvalidRow(ErrorCode.INVALID_VALUE, f"{name} needs messages, and there is a prompt", name)
             return prompts
         tools = given.get("tools", ()) if given.get("tool_choice") != "none" else ()
-        if tools and body.get("parallel_tool_calls") is False:
+        forced = given.get("tool_choice", "auto") not in ("auto", "none")
+        if forced and not tools:
+            raise InvalidRow(
+                ErrorCode.INVALID_VALUE, "tool_choice forces a call, and there are no tools", "tool_choice"
+            )
+        # A call that is forced is one alone.
+        if tools and not forced and body.get("parallel_tool_calls") is False:
             name = "parallel_tool_calls"
             message = f"{name} false would change the answer and is not supported beside tools; remove it"
             raise InvalidRow(ErrorCode.UNSUPPORTED_PARAMETER, message, name)
@@ -264,10 +270,11 @@ class RowBuilder:
             message = "response_format and structured_outputs are both given; keep one of them"
             raise InvalidRow(ErrorCode.INVALID_VALUE, message, "structured_outputs")
         of_job = None if any(name in given for name in _FORMS) else self._schema_of_job
-        schema: AnswerForm | None = given[forms[0]] if forms else of_job
+        called = _forced_call(given)
+        schema: AnswerForm | None = given[forms[0]] if forms else of_job or called
         if schema is None:
             return None
-        named = forms[0] if forms else "--schema"
+        named = forms[0] if forms else "--schema" if of_job else "tool_choice"
         for name in ("stop", "stop_token_ids", "ignore_eos", "min_tokens"):
             if given.get(name, self._defaults[name]):
                 kind = "a JSON response_format" if named == "response_format" else named
@@ -276,10 +283,29 @@ class RowBuilder:
                     f"{name} and {kind} are both given; keep one of them: such an answer ends where it is complete",
                     name,
                 )
-        if given.get("tools") and given.get("tool_choice") != "none":
+        if schema is not called and given.get("tools") and given.get("tool_choice") != "none":
             message = f"tools and {named} are both given; keep one of them: an answer of that form calls no function"
             raise InvalidRow(ErrorCode.INVALID_VALUE, message, "tools")
         return schema
+
+
+def _forced_call(given: Mapping[str, Any]) -> ForcedCall | None:
+    """The form of an answer that must call a function: the one that is named, or any."""
+    tools, choice = given.get("tools", ()), given.get("tool_choice")
+    if isinstance(choice, NamedTool):
+        chosen = [each for each in tools if each["function"]["name"] == choice.name]
+        if not chosen:
+            message = f"tool_choice names {choice.name[:64]!a}, which is not among the tools"
+            raise InvalidRow(ErrorCode.INVALID_VALUE, message, "tool_choice")
+        tools = chosen
+    elif choice != "required":
+        return None
+    try:
+        return ForcedCall.of_tools(tools) if tools else None
+    except RecursionError:
+        raise InvalidRow(
+            ErrorCode.INVALID_JSON_SCHEMA, "the parameters of a tool are nested too deeply", "tools"
+        ) from None
 
 
 # Fields that say what form an answer must have.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -92,8 +92,35 @@ def _escaped(text: str) -> str:
     return re.sub(r"[^\w ]|_", lambda found: f"\\u{{{ord(found[0]):x}}}", text)
 
 
+@dataclass(frozen=True, slots=True)
+class ForcedCall:
+    """An answer that is one call of a function, as Qwen's and Hermes' templates ask for it (text/messages.py).
+
+    `text` is a grammar in which each function's arguments have the JSON schema of its parameters.
+    """
+
+    text: str
+
+    @classmethod
+    def of_tools(cls, tools: Sequence[Mapping[str, Any]]) -> ForcedCall:
+        """A call of one of these tools, of which there is at least one."""
+        rules = ["start: " + " | ".join(f"call_{number}" for number in range(len(tools)))]
+        for number, tool in enumerate(tools):
+            function = tool["function"]
+            begin = json.dumps(f'<tool_call>\n{{"name": "{function["name"]}", "arguments": ')
+            schema = {"type": "object", **(function.get("parameters") or {})}
+            rules.append(f'call_{number}: {begin} arguments_{number} "}}\\n</tool_call>"')
+            rules.append(f"arguments_{number}: {_json_rule(schema)}")
+        return cls("\n".join(rules))
+
+
+def _json_rule(schema: Any) -> str:
+    """Raises RecursionError for a schema that is nested too deeply."""
+    return "%json " + json.dumps(_bounded(schema) | {"x-guidance": _OPTIONS})
+
+
 # The text of a JSON schema, or another grammar.
-AnswerForm = str | Lark
+AnswerForm = str | Lark | ForcedCall
 
 
 def compile_schema(schema: AnswerForm) -> str:
@@ -105,16 +132,17 @@ def compile_schema(schema: AnswerForm) -> str:
         raise MissingExtra("response_format and structured_outputs need llguidance", "json")
     from llguidance import LLMatcher
 
-    text, most = (schema.text, schema.most) if isinstance(schema, Lark) else (schema, MAX_SCHEMA_NBYTES)
+    text = schema if isinstance(schema, str) else schema.text
+    most = schema.most if isinstance(schema, Lark) else MAX_SCHEMA_NBYTES
     if len(text) > most:
         unit = "characters" if isinstance(schema, Lark) else "bytes as ASCII"
         raise SchemaError(f"it has {len(text)} {unit}, at most {most} are accepted")
-    if not isinstance(schema, Lark):
+    if isinstance(schema, str):
         try:
-            text = "start: %json " + json.dumps(_bounded(json.loads(schema)) | {"x-guidance": _OPTIONS})
+            text = "start: " + _json_rule(json.loads(schema))
         except RecursionError:
             raise SchemaError("it is nested too deeply") from None
-    elif setting := re.search(r"%(llguidance|json|regex)\b", text):
+    elif isinstance(schema, Lark) and (setting := re.search(r"%(llguidance|json|regex)\b", text)):
         raise SchemaError(f"it has {setting[0]}, and no settings or grammars of other kinds are accepted inside one")
     grammar = LLMatcher.grammar_from_lark(_HEADER + text)
     failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=parser_limits(schema))

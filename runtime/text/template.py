@@ -30,12 +30,10 @@ HEADER_NBYTES = 4
 
 
 def pack(content: object) -> bytes:
-    """Raises UnicodeEncodeError if a string in `content` has no UTF-8 form."""
-    return frame(json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode())
-
-
-def frame(body: bytes) -> bytes:
-    """The body behind its length."""
+    """A frame of JSON, or of bytes. Raises UnicodeEncodeError if a string in `content` has no UTF-8 form."""
+    body = content
+    if not isinstance(body, bytes):
+        body = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
     return len(body).to_bytes(HEADER_NBYTES, "big") + body
 
 

@@ -149,7 +149,12 @@ class Tokenizer(Closing):
     @property
     def marks_calls(self) -> bool:
         """Whether it is known how the model's answers mark calls of functions."""
-        return isinstance(self.answer_format, Harmony) or (self._chat is not None and self._chat.writes_json_calls)
+        return isinstance(self.answer_format, Harmony) or self.writes_json_calls
+
+    @property
+    def writes_json_calls(self) -> bool:
+        """Whether the model is asked to write calls of functions as JSON between `<tool_call>` tags."""
+        return self._chat is not None and self._chat.writes_json_calls
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`, without special tokens unless they are asked for."""

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ....face import frame, pack, read_body, shut_in, unpack
+from ....face import pack, read_body, shut_in, unpack
 from .containers import members
 from .content import WAITING, ReadCode, ReadFailure
 from .pdf import tesseract
@@ -59,7 +59,7 @@ class ReaderWorker:
             if unpack:
                 for path, member in members(data, name):
                     self.send({"member": path})
-                    self._sink.write(frame(member))
+                    self._sink.write(pack(member))
                 return {"unpacked": True}
             content = read(data, name, self.own, self.languages, lambda page: self.send({"page": page}))
             nbytes = sum(len(page.encode()) for page in content.pages)

@@ -72,8 +72,16 @@ def test_the_template_gets_them(load: Load) -> None:
         ({"tools": [TOOL] * 129}, "invalid_value", "tools"),
         ({"tools": [TOOL], "parallel_tool_calls": False}, "unsupported_parameter", "parallel_tool_calls"),
         ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "invalid_value", "tools"),
-        ({"tool_choice": "required"}, "unsupported_parameter", "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "unsupported_parameter", "tool_choice"),
+        ({"tool_choice": "required"}, "invalid_value", "tool_choice"),
+        ({"tool_choice": "always", "tools": [TOOL]}, "invalid_value", "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": "f"}, "tools": [TOOL]}, "invalid_value", "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [TOOL]}, "invalid_value",
+         "tool_choice"),
+        ({"tool_choice": "required", "tools": [TOOL], "response_format": {"type": "json_object"}}, "invalid_value",
+         "tools"),
+        ({"tool_choice": "required", "tools": [TOOL], "stop": ["x"]}, "invalid_value", "stop"),
+        ({"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "f", "parameters": {
+            "properties": {"a": {"not": {}}}}}}]}, "invalid_json_schema", "tools"),
         ({"logit_bias": {"x": 1}}, "invalid_value", "logit_bias"),
         ({"logit_bias": {"1": 101}}, "invalid_value", "logit_bias.1"),
         ({"logit_bias": {"1": 1, "01": 2}}, "invalid_value", "logit_bias"),
@@ -185,6 +193,13 @@ def test_a_template_without_tools_refuses_them(load: Load) -> None:
     assert "takes no tools" in failure.message
     choices, _ = encoded(load, read(tools=[TOOL], tool_choice="none"), "opened")
     assert not isinstance(choices, RowFailure)
+
+
+@pytest.mark.parametrize("template", ["harmony", "opened"])
+def test_no_call_is_forced_where_nobody_knows_how_calls_are_written(load: Load, template: str) -> None:
+    failure, _ = encoded(load, read(tools=[TOOL], tool_choice="required"), template)
+    assert isinstance(failure, RowFailure)
+    assert (failure.code, failure.param) == ("unsupported_parameter", "tool_choice")
 
 
 def test_what_a_model_does_not_do_is_noted_once(load: Load) -> None:

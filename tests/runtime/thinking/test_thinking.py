@@ -1,5 +1,6 @@
 """Reasoning, content and calls apart (`runtime/text/chat_stream.py`), whatever the marks, and on every schedule."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -203,6 +204,39 @@ def test_calls_come_back_as_tool_calls(answer: Answer) -> None:
         assert "tool_calls" not in each["message"]
         assert each["finish_reason"] == "stop"
     assert none["message"]["content"] == unasked["message"]["content"] == CALL
+
+
+CITY = {
+    "type": "object", "properties": {"city": {"$ref": "#/$defs/city"}}, "required": ["city"],
+    "additionalProperties": False, "$defs": {"city": {"enum": ["Rome", "Köln"]}},
+}  # fmt: skip
+TIME = {"type": "object", "properties": {"at": {"const": "now"}}, "required": ["at"], "additionalProperties": False}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": schema}}
+    for name, schema in (("weather", CITY), ("clock", TIME))
+]
+
+
+def test_a_call_is_forced(answer: Answer) -> None:
+    """Whatever the model would rather write, behind its reasoning or at once: one call, whose arguments follow the
+    schema of its parameters, which may refer to itself."""
+    named = {"type": "function", "function": {"name": "clock"}}
+    off = {"chat_template_kwargs": {"enable_thinking": False}, "temperature": 1.0}
+    rows = [
+        (ask("a", tools=TOOLS, tool_choice="required"), "<think>\nI call nothing.\n</think>"),
+        *((ask(str(seed), tools=TOOLS, tool_choice="required", seed=seed, **off), "") for seed in range(8)),
+        (ask("b", tools=TOOLS, tool_choice=named, parallel_tool_calls=False, **off), ""),
+    ]
+    bodies = [body["choices"][0] for body in answer("qwen3", rows)]
+    assert {each["finish_reason"] for each in bodies} == {"tool_calls"}
+    assert bodies[0]["message"]["reasoning_content"] == "I call nothing."
+    calls = [[call["function"] for call in each["message"]["tool_calls"]] for each in bodies]
+    assert [len(each) for each in calls] == [1] * len(calls)
+    for ((call,),) in zip(calls, strict=True):
+        arguments = json.loads(call["arguments"])
+        assert arguments in ([{"city": "Rome"}, {"city": "Köln"}] if call["name"] == "weather" else [{"at": "now"}])
+    assert calls[-1][0]["name"] == "clock"
+    assert {call["name"] for (call,) in calls} == {"weather", "clock"}
 
 
 @pytest.mark.parametrize(
