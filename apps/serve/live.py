@@ -14,11 +14,13 @@ from .files import new_id
 
 @dataclass(frozen=True, slots=True)
 class AnswerPiece:
-    """Text that does not change any more of one choice."""
+    """Text that does not change any more of one choice, and what `logprobs` says of tokens, where it was asked for:
+    those of a token may come before its text, which may still become a stop string."""
 
     index: int
     reasoning: str
     content: str
+    logprobs: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,8 @@ class LiveRequest:
         self.emit: Callable[[Event], None] = lambda event: None
         self._reader = reader
         self._ended: set[int] = set()
+        # Of each choice, the tokens whose logprobs were sent, and the characters of their texts.
+        self._scored = [(0, 0)] * len(opened.sequences)
         # Calls of functions are found in the whole text.
         self._in_pieces = wanted.stream and not self.row.tools
 
@@ -78,8 +82,19 @@ class LiveRequest:
             self._ended.add(index)
         if self._in_pieces:
             reasoning, content = self.opened.take(index)
-            if reasoning or content:
-                self.emit(AnswerPiece(index, reasoning, content))
+            logprobs = self._logprobs(index)
+            if reasoning or content or logprobs:
+                self.emit(AnswerPiece(index, reasoning, content, logprobs))
+
+    def _logprobs(self, index: int) -> dict[str, Any] | None:
+        """Those of the tokens that are new; None where there are none."""
+        count, before = self._scored[index]
+        tokens = self.opened.sequences[index].logprobs[count:]
+        if not tokens:
+            return None
+        found = self._reader.logprobs(self.row, tokens, before)
+        self._scored[index] = (count + len(tokens), before + sum(map(len, found.get("tokens", ()))))
+        return found
 
 
 class RequestReader:
@@ -130,17 +145,15 @@ def _wanted(body: Mapping[str, Any]) -> Wanted:
         raise refused("stream must be true or false", "stream", "invalid_type")
     if not isinstance(options, dict):
         raise refused("stream_options must be an object", "stream_options", "invalid_type")
-    if stream and body.get("logprobs") is not None and body["logprobs"] is not False:
-        raise refused(
-            "logprobs of a stream are not supported; leave out one of both", "logprobs", "unsupported_parameter"
-        )
     return Wanted(stream, options.get("include_usage") is True)
 
 
 def chunks(live: LiveRequest, event: AnswerPiece | Finished) -> list[dict[str, Any]]:
     """The objects of OpenAI's stream that an event becomes."""
     if isinstance(event, AnswerPiece):
-        return [_chunk(live, [_delta(live, event.index, event.reasoning, event.content)])]
+        return [
+            _chunk(live, [{**_delta(live, event.index, event.reasoning, event.content), "logprobs": event.logprobs}])
+        ]
     choices = [_last(live, choice) for choice in event.body["choices"]]
     ended = [_chunk(live, choices)]
     return [*ended, {**_chunk(live, []), "usage": event.body["usage"]}] if live.wanted.usage else ended
@@ -183,6 +196,7 @@ def _last(live: LiveRequest, choice: dict[str, Any]) -> dict[str, Any]:
         message = choice["message"]
         calls = [{"index": index, **call} for index, call in enumerate(message.get("tool_calls", ()))]
         ended["delta"] = {"content": message["content"]} | ({"tool_calls": calls} if calls else {})
+        ended["logprobs"] = choice["logprobs"]
     return ended
 
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self
 from ..engine.engine import Engine
 from ..engine.sequence import Sequence
 from ..loading.engine_loader import LoadedModel
-from ..rows.answer_formats import Answers, Completion, openai_answer, usage
+from ..rows.answer_formats import Answers, Completion, openai_answer, openai_logprobs, usage
 from ..rows.fields import invalid_schema
 from ..rows.reader import RowFile
 from ..rows.row import CONTINUE_CUT, Defaults, Endpoint, ErrorCode, Row, RowFailure
@@ -431,6 +431,10 @@ class RowReader:
             most = max(row.params.max_tokens, min(most, left))
             choices = [(token_ids, replace(params, max_tokens=most)) for token_ids, params in choices]
         return OpenRow.start(row, choices, self._encoder)
+
+    def logprobs(self, row: Row, tokens: Items[TokenLogprob], before: int) -> dict[str, Any]:
+        """Those of a part of an answer, as a stream has them, behind `before` characters of tokens."""
+        return openai_logprobs(row, tokens, self._tokenizer.token_text, before)
 
     def answer(self, opened: OpenRow, created: int) -> dict[str, Any] | RowFailure:
         """The body of OpenAI's response once all sequences are finished; `created` is the second since 1970."""

@@ -134,8 +134,8 @@ def _choice(row: Row, index: int, completion: Completion, token_text: TokenText)
             choice["message"]["tool_calls"] = _calls(row, index, completion.calls)
     else:
         choice["text"] = completion.text
-    shape = _chat_logprobs if chat else _completion_logprobs
-    choice["logprobs"] = None if completion.logprobs is None else shape(completion.logprobs, token_text)
+    scored = completion.logprobs
+    choice["logprobs"] = None if scored is None else openai_logprobs(row, scored, token_text)
     choice["finish_reason"] = completion.finish_reason
     if row.return_token_ids:
         choice["token_ids"] = list(completion.token_ids)
@@ -175,6 +175,12 @@ def _calls(row: Row, index: int, calls: Sequence[FunctionCall]) -> list[dict[str
     ]
 
 
+def openai_logprobs(row: Row, tokens: Sequence[TokenLogprob], token_text: TokenText, before: int = 0) -> dict[str, Any]:
+    """The `logprobs` of a choice, or of a part of it that `before` characters of tokens are in front of."""
+    chat = row.endpoint is Endpoint.CHAT
+    return _chat_logprobs(tokens, token_text) if chat else _completion_logprobs(tokens, token_text, before)
+
+
 def _chat_logprobs(tokens: Sequence[TokenLogprob], token_text: TokenText) -> dict[str, Any]:
     def shown(token_id: int, logprob: float) -> dict[str, Any]:
         text, data = token_text(token_id)
@@ -187,7 +193,7 @@ def _chat_logprobs(tokens: Sequence[TokenLogprob], token_text: TokenText) -> dic
     return {"content": content, "refusal": None}
 
 
-def _completion_logprobs(tokens: Sequence[TokenLogprob], token_text: TokenText) -> dict[str, Any]:
+def _completion_logprobs(tokens: Sequence[TokenLogprob], token_text: TokenText, before: int) -> dict[str, Any]:
     texts = [token_text(token.token_id)[0] for token in tokens]
     # Log probabilities by token text; of tokens with the same text, the most likely one, which is written last.
     return {
@@ -197,7 +203,7 @@ def _completion_logprobs(tokens: Sequence[TokenLogprob], token_text: TokenText) 
             {token_text(token_id)[0]: max(logprob, MIN_LOGPROB) for token_id, logprob in reversed(token.top)}
             for token in tokens
         ],
-        "text_offset": list(accumulate(map(len, texts), initial=0))[:-1],
+        "text_offset": list(accumulate(map(len, texts), initial=before))[:-1],
     }
 
 

@@ -171,6 +171,33 @@ def test_completions_have_several_samples_whole_and_in_pieces(client: OpenAI) ->
     assert texts == [choice.text for choice in whole.choices]
 
 
+def test_logprobs_of_a_stream_are_those_of_the_whole_answer(client: OpenAI) -> None:
+    """Put together, token by token; offsets of completions go on from piece to piece."""
+    chat: dict[str, Any] = {
+        "model": "any", "messages": QUESTION, "max_tokens": 12, "temperature": 0, "logprobs": True, "top_logprobs": 3,
+    }  # fmt: skip
+    whole = client.chat.completions.create(**chat).choices[0].logprobs
+    pieces = [piece.choices[0] for piece in client.chat.completions.create(**chat, stream=True)]
+    found = [token for piece in pieces if piece.logprobs for token in piece.logprobs.content or ()]
+    assert whole is not None
+    assert [each.model_dump() for each in found] == [each.model_dump() for each in whole.content or ()]
+    assert sum(piece.logprobs is not None for piece in pieces) > 3, "not all of them at the end"
+    asked: dict[str, Any] = {
+        "model": "any", "prompt": "In the", "n": 2, "max_tokens": 8, "temperature": 0.9, "seed": 4, "logprobs": 2,
+    }  # fmt: skip
+    wholes = client.completions.create(**asked).choices
+    parts: list[list[Any]] = [[], []]
+    for piece in client.completions.create(**asked, stream=True):
+        for choice in piece.choices:
+            if choice.logprobs is not None:
+                parts[choice.index].append(choice.logprobs)
+    for each, pieces_of_it in zip(wholes, parts, strict=True):
+        assert each.logprobs is not None
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            joined = [value for part in pieces_of_it for value in getattr(part, name)]
+            assert joined == getattr(each.logprobs, name), name
+
+
 def test_a_request_that_does_not_say_how_long_gets_what_fits(client: OpenAI) -> None:
     answer = client.completions.create(model="any", prompt="x" * 380, extra_body={"ignore_eos": True})
     assert answer.choices[0].finish_reason == "length"
