@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from .runtime.rows.fields import MAX_STOP
     from .runtime.rows.row import CONTINUE_CUT, Endpoint, ErrorCode, InvalidRow, Row, RowFailure, parse_object
     from .runtime.rows.row_formats import Template, read_schema, text_or_file
-    from .runtime.rows.tables import InputFormat
+    from .runtime.rows.tables import InputFormat, guessed_encoding
     from .runtime.sampling.grammar import SchemaError, compile_schema
     from .runtime.settings import errors, option, options
     from .runtime.settings.errors import counted
@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     from .runtime.source.model_source import ModelSource, open_source, public_name
     from .runtime.text.confinement import lacking, shut_in
     from .runtime.text.folder import has_chat_template
-    from .runtime.text.template import Child, frame, pack, read_body, unpack
+    from .runtime.text.template import Child, pack, read_body, unpack
     from .runtime.text.tokenizer import Tokenizer
     from .runtime.weights.key_offsets import KeyOffsets
 
@@ -178,6 +178,7 @@ _MODULES = {
     "Ended": ".runtime.jobs.session",
     "ErrorCode": ".runtime.rows.row",
     "InputFormat": ".runtime.rows.tables",
+    "guessed_encoding": ".runtime.rows.tables",
     "JobObserver": ".batch",
     "JobSeries": ".batch",
     "JobSession": ".runtime.jobs.session",
@@ -216,7 +217,6 @@ _MODULES = {
     "parse_object": ".runtime.rows.row",
     # Processes that are shut in, for what strangers wrote.
     "Child": ".runtime.text.template",
-    "frame": ".runtime.text.template",
     "pack": ".runtime.text.template",
     "read_body": ".runtime.text.template",
     "reset_host_peak": ".offload.memory",
@@ -348,9 +348,9 @@ __all__ = [
     "find_torch",
     "first_state",
     "formats_line",
-    "frame",
     "gib",
     "gpu_kernels",
+    "guessed_encoding",
     "has_chat_template",
     "host_available",
     "host_total",

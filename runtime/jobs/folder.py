@@ -224,24 +224,27 @@ def regular_input(path: Path, folder: JobFolder) -> Path:
     return folder.input
 
 
-def json_lines(path: Path, kind: InputFormat, folder: JobFolder) -> Path:
-    """The file to read rows from: `path`, or its rows as JSON lines, converted once and kept for as long as the job is.
+def json_lines(path: Path, kind: InputFormat, folder: JobFolder) -> tuple[Path, str | None]:
+    """The file to read rows from: `path`, or its rows as JSON lines, converted once and kept for as long as the job is;
+    and the encoding of its text, None for UTF-8.
 
     A file that is what it was is not converted again. Raises InputRefused, InputUnreadable, MissingExtra.
     """
     if kind is InputFormat.JSONL:
-        return path
+        return path, None
     found = file_fingerprint(path)
-    made_of = json.dumps({"format": kind, "sha256": found.sha256, "nbytes": found.nbytes})
-    if folder.rows.is_file() and folder.rows_of.is_file() and folder.rows_of.read_text() == made_of:
-        return folder.rows
+    made_of = {"format": kind, "sha256": found.sha256, "nbytes": found.nbytes}
+    if folder.rows.is_file() and folder.rows_of.is_file():
+        kept = json.loads(folder.rows_of.read_bytes())
+        if kept == made_of | {"encoding": kept.get("encoding")}:
+            return folder.rows, kept["encoding"]
     # First: a kill between the two must not leave the mark of one file beside the rows of another.
     folder.rows_of.unlink(missing_ok=True)
     with AtomicFile(folder.rows) as file:
-        convert(path, kind, file, "standard input" if path == folder.input else None)
+        encoding = convert(path, kind, file, "standard input" if path == folder.input else None)
         file.publish()
-    write_atomically(folder.rows_of, made_of.encode())
-    return folder.rows
+    write_atomically(folder.rows_of, json.dumps(made_of | {"encoding": encoding}).encode())
+    return folder.rows, encoding
 
 
 def seekable(path: Path, folder: JobFolder) -> BufferedReader:

@@ -88,12 +88,13 @@ class JobInput:
             # It is what came through the pipe the last time.
             folder.input.unlink(missing_ok=True)
         kind = input_format(request.input, request.input_format)
-        path = json_lines(regular_input(request.input, folder), kind, folder)
+        path, encoding = json_lines(regular_input(request.input, folder), kind, folder)
         found = preflight(path, request.defaults)
         if os.fspath(request.input) == STDIN:
             found = replace(found, path="standard input")
         if kind is not InputFormat.JSONL:
-            found = replace(found, path=str(request.input), unit="row")
+            read_as = "" if encoding is None else f" (read as {encoding})"
+            found = replace(found, path=f"{request.input}{read_as}", unit="row")
         return cls(path, request.defaults, found)
 
     def refuse_other(self, folder: JobFolder, state: JobState) -> None:

@@ -4,6 +4,7 @@ A job reads its rows several times and at random, so another format is converted
 row becomes the n-th line. What a row means is not known here: a table's columns become the fields of a short row.
 """
 
+import codecs
 import csv
 import gzip
 import json
@@ -100,17 +101,19 @@ def _other_format(head: bytes) -> str | None:
     return "tsv" if header[1] == "\t" else "csv"
 
 
-def convert(path: str | os.PathLike[str], kind: InputFormat, target: AtomicFile, name: str | None = None) -> None:
+def convert(path: str | os.PathLike[str], kind: InputFormat, target: AtomicFile, name: str | None = None) -> str | None:
     """Writes the rows of `path` as JSON lines to `target`, which the caller publishes. Memory is that of a few rows.
 
-    Messages call the file `name`. Raises InputRefused, with the row, for what is not of this format;
-    MissingExtra; InputUnreadable.
+    Returns the encoding of its text, None for UTF-8. Messages call the file `name`. Raises InputRefused, with the row,
+    for what is not of this format; MissingExtra; InputUnreadable.
     """
     name = name or os.fspath(path)
     rows = _READERS[kind]
+    encoding = _encoding(path) if kind in _PLAIN_TEXTS else None
     with open_input(path) as raw:
         try:
-            for line in rows(raw) if kind in _WHOLE_FILES else rows(_unpacked(raw)):
+            plain_rows = raw if kind in _WHOLE_FILES else _unpacked(raw)
+            for line in rows(plain_rows if encoding is None else _Recoded(plain_rows, encoding)):
                 target.write(line)
                 target.write(b"\n")
         except _Refused as error:
@@ -121,6 +124,66 @@ def convert(path: str | os.PathLike[str], kind: InputFormat, target: AtomicFile,
             raise InputRefused(f"{name}: the compressed data is damaged or cut off ({error}); copy it again") from None
         except OSError as error:
             raise InputRefused(f"{name} could not be converted to JSON lines in {target.path}: {error}") from None
+    return encoding
+
+
+# What programs for tables save where they do not save UTF-8: each byte is one character.
+_OLD_ENCODINGS = re.compile(r"cp12\d\d|cp8\d\d|latin_1|iso8859_\d+|koi8_[rtu]|mac_\w+")
+_SAMPLE_NBYTES = 256 << 10
+
+
+def _encoding(path: str | os.PathLike[str]) -> str | None:
+    """The encoding of a text that is not UTF-8; None where it is, and where it is no text that can be told."""
+    decoder, sample = codecs.getincrementaldecoder("utf-8")(), bytearray()
+    try:
+        with open_input(path) as raw:
+            stream = plain(raw)
+            while data := stream.read(_SAMPLE_NBYTES):
+                try:
+                    decoder.decode(data)
+                except UnicodeDecodeError:
+                    sample += data + stream.read(_SAMPLE_NBYTES)
+                    break
+    except (InvalidRow, gzip.BadGzipFile, EOFError, zlib.error, DamagedZstd):
+        # The rows say what is wrong with it.
+        return None
+    if not sample or 0 in sample:
+        return None
+    return guessed_encoding(bytes(sample), _OLD_ENCODINGS)
+
+
+# Windows' own come before others that give text as good: of a few letters, statistics know little.
+_WINDOWS = ("cp1252", "cp1250", "cp1251", "cp1253", "cp1254", "cp1257", "cp1255", "cp1256", "cp1258")
+_AS_GOOD = 0.1
+
+
+def guessed_encoding(sample: bytes, among: re.Pattern[str] | None = None) -> str | None:
+    """What a text that is not UTF-8 is probably encoded in; None where nothing, or nothing of `among`, gives text."""
+    from charset_normalizer import from_bytes
+
+    found = from_bytes(sample)
+    best = found.best()
+    if best is None:
+        return None
+    near = {name for each in found if each.chaos <= best.chaos + _AS_GOOD for name in each.could_be_from_charset}
+    name = next((each for each in _WINDOWS if each in near), best.encoding)
+    return name if among is None or among.fullmatch(name) else None
+
+
+class _Recoded:
+    """A stream of lines in another encoding, as UTF-8."""
+
+    def __init__(self, stream: Stream, encoding: str) -> None:
+        self._stream = stream
+        self._encoding = encoding
+
+    def readline(self, most: int) -> bytes:
+        line = self._stream.readline(most)
+        try:
+            return line.decode(self._encoding).encode()
+        except UnicodeDecodeError as error:
+            wrong = line[error.start]
+            raise _Refused(f"byte {wrong:#04x} is neither UTF-8 nor {self._encoding}; save the file as UTF-8") from None
 
 
 def _unpacked(raw: BufferedReader) -> Stream:
@@ -416,6 +479,7 @@ def _sheet_values(header: Sequence[str], cells: Sequence[Any]) -> Iterator[tuple
 
 
 _WHOLE_FILES = (InputFormat.PARQUET, InputFormat.XLSX)
+_PLAIN_TEXTS = (InputFormat.CSV, InputFormat.TSV, InputFormat.TXT)
 _READERS: dict[InputFormat, Callable[[Any], Iterable[bytes]]] = {
     InputFormat.JSON: _Array,
     InputFormat.CSV: _separated(","),

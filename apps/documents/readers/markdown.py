@@ -14,6 +14,7 @@ from typing import Any, cast
 from urllib.parse import unquote
 from zipfile import ZipFile
 
+from ....face import guessed_encoding
 from .content import Content, ReadCode, ReadFailure, clean, open_office, open_zip, text_type
 
 _BOMS = (
@@ -69,16 +70,10 @@ def _wide(sample: bytes) -> str:
 
 
 def _guessed(sample: bytes) -> str:
-    from charset_normalizer import from_bytes
-
-    best = from_bytes(sample).best()
-    if best is None:
+    found = guessed_encoding(sample)
+    if found is None:
         raise _no_text()
-    # Of encodings that give the same text, the one that most files have.
-    try:
-        return "cp1252" if sample.decode("cp1252") == str(best) else best.encoding
-    except UnicodeDecodeError:
-        return best.encoding
+    return found
 
 
 def _no_text() -> ReadFailure:

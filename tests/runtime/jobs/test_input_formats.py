@@ -82,7 +82,7 @@ WRITERS: dict[str, Callable[[Rows], bytes]] = {
 def answers_of(path: Path) -> list[str]:
     """What a job would write, with the row's own text in the place of the model's."""
     path.parent.joinpath("job").mkdir(exist_ok=True)
-    lines = json_lines(path, input_format(path), JobFolder(path.parent / "job"))
+    lines, _ = json_lines(path, input_format(path), JobFolder(path.parent / "job"))
     return [
         ANSWERS.failure(row)
         if isinstance(row, RowFailure)
@@ -150,7 +150,8 @@ HOSTILE = {
     "a field too many": ("csv", b"a,b\n1,2,3\n", "3 fields, the header has 2"),
     "a column twice": ("csv", b"a,a\n", "two columns"),
     "nothing": ("csv", b"", "names of the columns"),
-    "latin-1": ("csv", b"a\n\xe9t\xe9\n", "line 2: byte 1 is not UTF-8"),
+    "no text": ("csv", b"a,b\n1,\x00\xe9\xff\xfe\n", "line 2: byte 4 is not UTF-8"),
+    "another encoding of two bytes": ("csv", "a\n日本語の文章です。\n".encode("shift_jis"), "is not UTF-8"),
     "utf-16": ("csv", "a,b\n".encode("utf-16"), "UTF-16"),
     "json lines": ("csv", b'{"a": 1}\n', "--input-format jsonl"),
     "a field of 17 MiB": ("csv", b'a\n"' + (b"x" * 4095 + b"\n") * (17 << 8) + b'"\n', "16 MiB"),
@@ -175,6 +176,40 @@ HOSTILE = {
     "binary data": ("parquet", as_parquet([{"a": {"bytes": b"x"}}]), "'a.bytes' holds binary data"),
     "an infinity": ("parquet", as_parquet([{"a": float("inf")}]), "row 1"),
 }
+
+
+# As Excel saves "CSV" in Europe: header, a row, and the encoding that the check names.
+OLD = {
+    "german": ("id;Stadt;Größe;Preis", "1;München;groß;€ 12", "cp1252"),
+    "french": ("id,ville,note", "1,Orléans,très élevé à côté de l’hôtel", "cp1252"),  # noqa: RUF001
+    "one letter": ("id,name", "1,Müller", "cp1252"),
+    "spanish": ("id,name", "1,José Nuñez Peña", "cp1252"),
+    "polish": ("id,text", "1,zażółć gęślą jaźń", "cp1250"),
+    "russian": ("id;город;заметка", "1;Москва;Это очень большой город, в котором много людей и улиц", "cp1251"),
+}
+
+
+@pytest.mark.parametrize("case", OLD)
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_table_in_an_old_encoding_is_read_and_named(tmp_path: Path, case: str, packed: bool) -> None:
+    header, row, encoding = OLD[case]
+    data = f"{header}\r\n{row}\r\n".encode(encoding)
+    path = tmp_path / ("in.csv.gz" if packed else "in.csv")
+    path.write_bytes(gzip.compress(data) if packed else data)
+    folder = JobFolder(tmp_path / "out.job")
+    folder.path.mkdir()
+    for _ in range(2):
+        lines, found = json_lines(path, InputFormat.CSV, folder)
+        separator = ";" if ";" in header else ","
+        wanted = dict(zip(header.split(separator), row.split(separator), strict=True))
+        assert (json.loads(lines.read_text()), found) == (wanted, encoding)
+
+
+def test_letters_of_an_old_encoding_may_come_late(tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_bytes(b"plain words\n" * 60_000 + "Schöne Grüße aus Köln\n".encode("cp1252"))
+    lines, found = json_lines(tmp_path / "in.txt", InputFormat.TXT, JobFolder(tmp_path))
+    assert found == "cp1252"
+    assert json.loads(lines.read_text().splitlines()[-1]) == {"text": "Schöne Grüße aus Köln"}
 
 
 @pytest.mark.parametrize("case", HOSTILE)
@@ -206,7 +241,7 @@ def test_a_zstd_bomb_takes_no_memory(tmp_path: Path, kind: str) -> None:
         "import zstandard\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10\n"
         "before, path = peak(), Path(sys.argv[1])\n"
-        "try: print(preflight(json_lines(path, InputFormat(sys.argv[2]), JobFolder(path.parent)),"
+        "try: print(preflight(json_lines(path, InputFormat(sys.argv[2]), JobFolder(path.parent))[0],"
         " Defaults()).report())\n"
         "except InputRefused as error: print(error)\n"
         "print(peak() - before)"
@@ -267,10 +302,10 @@ def test_a_table_is_converted_once_and_again_when_it_changes(tmp_path: Path) -> 
     path, folder = tmp_path / "in.csv", JobFolder(tmp_path / "job")
     folder.path.mkdir()
     path.write_bytes(b"a\n1\n")
-    first = json_lines(path, InputFormat.CSV, folder).stat()
-    assert os.path.samestat(first, json_lines(path, InputFormat.CSV, folder).stat())
+    first = json_lines(path, InputFormat.CSV, folder)[0].stat()
+    assert os.path.samestat(first, json_lines(path, InputFormat.CSV, folder)[0].stat())
     path.write_bytes(b"a\n2\n")
-    assert json_lines(path, InputFormat.CSV, folder).read_bytes() == b'{"a":"2"}\n'
+    assert json_lines(path, InputFormat.CSV, folder)[0].read_bytes() == b'{"a":"2"}\n'
 
 
 SCRIPT = """
