@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .apps.documents.run import run_documents
     from .batch import run_batch
     from .completion import CompletionOutput, Logprob, RequestOutput, SamplingParams
-    from .llm import LLM
+    from .llm import LLM, AsyncLLM
     from .offload.errors import MoedgeError
     from .plan_report import PlanReport, plan
     from .runtime.evaluation.check import CheckReport, check
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     __version__: str
 
 _MODULES = {
+    "AsyncLLM": ".llm",
     "CheckReport": ".runtime.evaluation.check",
     "Chunk": ".apps.documents.document",
     "CompletionOutput": ".completion",
@@ -51,6 +52,7 @@ _MODULES = {
 }
 
 __all__ = [
+    "AsyncLLM",
     "CheckReport",
     "Chunk",
     "CompletionOutput",

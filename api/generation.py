@@ -2,7 +2,7 @@
 `answer`, one prompt through an engine that is loaded for it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,13 +38,16 @@ class Generation:
     def __init__(self, engine: Engine, encoder: RowEncoder) -> None:
         self._engine = engine
         self._encoder = encoder
+        self._open: dict[Sequence, OpenRow] = {}
 
-    def passes(self, requests: Iterable[Request]) -> Iterator[list[OpenRow]]:
-        """Runs `requests`, in their order, as memory allows; yields after every pass what it finished."""
-        engine, waiting = self._engine, iter(requests)
-        open_rows: dict[Sequence, OpenRow] = {}
+    def passes(self, next_request: Callable[[], Request | None]) -> Iterator[list[OpenRow]]:
+        """Runs requests, in their order, as memory allows; yields after every pass what it finished.
+
+        `next_request` gives None while there are none; it ends when nothing runs and there are none.
+        """
+        engine, open_rows = self._engine, self._open
         while True:
-            while engine.scheduler.has_capacity and (request := next(waiting, None)) is not None:
+            while engine.scheduler.has_capacity and (request := next_request()) is not None:
                 opened = OpenRow.start(request.row, request.choices, self._encoder)
                 open_rows |= dict.fromkeys(opened.sequences, opened)
                 for sequence in opened.first:
@@ -58,6 +61,13 @@ class Generation:
                 if not opened.num_open:
                     finished.append(opened)
             yield finished
+
+    def drop(self, dropped: Callable[[Row], bool]) -> None:
+        """Takes rows out, between two passes."""
+        gone = {sequence for sequence, opened in self._open.items() if dropped(opened.row)}
+        self._engine.abort(gone.__contains__)
+        for sequence in gone:
+            del self._open[sequence]
 
     def text(self, sequence: Sequence, text: AnswerText) -> Iterator[str]:
         """The text of one sequence, a piece per pass; pieces do not change any more."""

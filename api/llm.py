@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
-from contextlib import contextmanager
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Unpack, cast
+from queue import SimpleQueue
+from typing import Any, Self, Unpack, cast
 
 from .batch import BatchProgress, batch_request, progress_bar, run_job
 from .completion import CompletionOutput, RequestOutput, SamplingParams, logprobs_by_id
 from .generation import Generation, Request
 from .offload.closing import Closing
+from .offload.errors import MoedgeError
 from .offload.memory import Heap
 from .runtime.jobs.encode import RowEncoder, SpeedOrder
 from .runtime.jobs.lifecycle import OpenModel, refuse_over_budget
@@ -46,7 +53,8 @@ class LLM(Closing):
         with LLM("Qwen/Qwen3-30B-A3B", ram="24GiB") as llm:
             outputs = llm.generate(["Once upon a time"], SamplingParams(max_tokens=100))
 
-    Leaving the context, or `close`, frees every tier. One call runs at a time, in one thread.
+    Leaving the context, or `close`, frees every tier. One call runs at a time; those of other threads wait for it.
+    `AsyncLLM` runs requests of asyncio together.
 
     Raises BadArgument for options that are none, ModelNotFound, UnsupportedModel, and DoesNotFit, SettingError and
     MemoryGaveOut as a job does; all of them are MoedgeErrors.
@@ -60,7 +68,7 @@ class LLM(Closing):
         self._opened = OpenModel(str(model))
         self._model = str(model)
         self._loaded: LoadedModel | None = None
-        self._in_use = False
+        self._turn, self._caller = threading.Lock(), 0
         try:
             source = self._opened.source
             self._default_params = SamplingParams(**model_defaults(source.folder).values)
@@ -133,16 +141,14 @@ class LLM(Closing):
         """As `generate` and `chat`, for a column of rows: what cannot run has no outputs and an `error`."""
         params = sampling_params or self._default_params
         found: list[Request | RequestOutput] = []
-        for index, prompt in enumerate(prompts):
-            chat = not isinstance(prompt, str | Mapping) and bool(prompt) and isinstance(prompt[0], Mapping)
-            endpoint = Endpoint.CHAT if chat else Endpoint.COMPLETION
-            try:
-                body = {"messages": list(prompt)} if chat else _prompt_body(cast(Prompt, prompt), "prompt")
-                found.append(self._request({**params.body(endpoint), **body}, endpoint, index, "prompt"))
-            except PromptError as error:
-                found.append(RequestOutput(None, [], [], error=str(error)))
-        runnable = [each for each in found if isinstance(each, Request)]
-        outputs = iter(self._answers(runnable, [params] * len(found), progress=False))
+        with self._generating() as generation:
+            for index, prompt in enumerate(prompts):
+                try:
+                    found.append(self._request(*_body_of_either(prompt), params, index, "prompt"))
+                except PromptError as error:
+                    found.append(RequestOutput(None, [], [], error=str(error)))
+            runnable = [each for each in found if isinstance(each, Request)]
+            outputs = iter(self._answers(generation, runnable, [params] * len(found), progress=False))
         return [next(outputs) if isinstance(each, Request) else each for each in found]
 
     def stream(self, prompt: Prompt | Conversation, sampling_params: SamplingParams | None = None) -> Iterator[str]:
@@ -155,12 +161,9 @@ class LLM(Closing):
         params = sampling_params or self._default_params
         if params.n != 1:
             raise BadArgument(f"n must be 1 for a stream of text; found {params.n}")
-        chat = not isinstance(prompt, str | Mapping) and bool(prompt) and isinstance(prompt[0], Mapping)
-        body = {"messages": list(prompt)} if chat else _prompt_body(cast(Prompt, prompt), "prompt")
-        endpoint = Endpoint.CHAT if chat else Endpoint.COMPLETION
-        engine = self._engine
-        (request,) = self._requests([body], endpoint, [params], "prompt")
-        return self._stream(engine, request)
+        with self._in_use_by_one_call() as loaded:
+            request = self._request(*_body_of_either(prompt), params, 0, "prompt")
+        return self._stream(loaded, request)
 
     @with_options(JobOptions)
     def run_batch(
@@ -198,17 +201,23 @@ class LLM(Closing):
         self, bodies: list[dict[str, Any]], endpoint: Endpoint, sampling_params: Params, what: str, progress: bool
     ) -> list[RequestOutput]:
         params = self._params_of_each(sampling_params, len(bodies))
-        return self._answers(self._requests(bodies, endpoint, params, what), params, progress)
+        with self._generating() as generation:
+            requests = [
+                self._request(body, endpoint, each, index, what)
+                for index, (body, each) in enumerate(zip(bodies, params, strict=True))
+            ]
+            return self._answers(generation, requests, params, progress)
 
-    def _answers(self, requests: list[Request], params: Items[SamplingParams], progress: bool) -> list[RequestOutput]:
+    def _answers(
+        self, generation: Generation, requests: list[Request], params: Items[SamplingParams], progress: bool
+    ) -> list[RequestOutput]:
         """Those of the requests, in their order; a request's row has the index of its `params`."""
         loaded, outputs = self._engine, [cast(RequestOutput, None)] * len(requests)
         numbers = {request.row.index: number for number, request in enumerate(requests)}
-        with (
-            self._generating() as generation,
-            progress_bar(len(requests), progress and bool(requests)) as advance,
-        ):
-            for finished in generation.passes(_fastest_order(requests)):
+        waiting = iter(_fastest_order(requests))
+        loaded.engine.start_counting()
+        with progress_bar(len(requests), progress and bool(requests)) as advance:
+            for finished in generation.passes(lambda: next(waiting, None)):
                 for opened in finished:
                     number = numbers[opened.row.index]
                     outputs[number] = self._output(requests[number], opened, params[opened.row.index])
@@ -220,6 +229,7 @@ class LLM(Closing):
     def _stream(self, loaded: LoadedModel, request: Request) -> Iterator[str]:
         opened = OpenRow.start(request.row, request.choices, self._encoder)
         with self._generating() as generation:
+            loaded.engine.start_counting()
             for piece in generation.text(opened.sequences[0], opened.texts[0]):
                 yield piece
                 # It may have been closed meanwhile.
@@ -240,37 +250,35 @@ class LLM(Closing):
     @contextmanager
     def _generating(self) -> Iterator[Generation]:
         with self._in_use_by_one_call() as loaded:
-            loaded.engine.start_counting()
             yield Generation(loaded.engine.engine, self._encoder)
 
     @contextmanager
     def _in_use_by_one_call(self) -> Iterator[LoadedModel]:
-        """What breaks off between two passes leaves the engine empty and ready; within a pass, the LLM is closed."""
-        loaded = self._engine
-        if self._in_use:
-            raise EngineUnavailable("another call uses this LLM; wait until it returns, or close its stream")
-        engine, self._in_use = loaded.engine.engine, True
-        try:
-            yield loaded
-        finally:
-            self._in_use = False
-            if engine.in_pass:
-                self.close()
-            else:
-                # A job that a limit stopped leaves sequences behind.
-                engine.scheduler.abort()
+        """Waits for calls of other threads.
 
-    def _requests(
-        self, bodies: Items[Mapping[str, Any]], endpoint: Endpoint, params: Items[SamplingParams], what: str
-    ) -> list[Request]:
-        """All prompts, checked and tokenized. Raises PromptError for the first one that cannot run."""
-        return [
-            self._request({**each.body(endpoint), **body}, endpoint, index, what)
-            for index, (body, each) in enumerate(zip(bodies, params, strict=True))
-        ]
+        What breaks off between two passes leaves the engine empty and ready; within a pass, the LLM is closed.
+        """
+        if self._caller == threading.get_ident():
+            raise EngineUnavailable("another call uses this LLM; read its stream to the end, or close it")
+        with self._turn:
+            loaded = self._engine
+            engine, self._caller = loaded.engine.engine, threading.get_ident()
+            try:
+                yield loaded
+            finally:
+                self._caller = 0
+                if engine.in_pass:
+                    self.close()
+                else:
+                    # A job that a limit stopped leaves sequences behind.
+                    engine.scheduler.abort()
 
-    def _request(self, body: Mapping[str, Any], endpoint: Endpoint, index: int, what: str) -> Request:
+    def _request(
+        self, body: Mapping[str, Any], endpoint: Endpoint, params: SamplingParams, index: int, what: str
+    ) -> Request:
+        """A prompt, checked and tokenized. Raises PromptError where it cannot run."""
         where = what if what == "prompt" else f"{what}[{index}]"
+        body = {**params.body(endpoint), **body}
         try:
             row = self._builder.build(body, endpoint, RowPosition(index, index + 1, line_id(index + 1)))
         except InvalidRow as error:
@@ -322,6 +330,136 @@ class LLM(Closing):
         return RequestOutput(request.prompt, request.choices[0][0], outputs, [*before, *scored])
 
 
+_CLOSED = "this AsyncLLM is closed; make another one"
+
+
+class AsyncLLM:
+    """An `LLM` for asyncio: a request joins the passes that run as soon as it comes, and its answer is awaited.
+
+        async with AsyncLLM("Qwen/Qwen3-30B-A3B", ram="24GiB") as llm:
+            outputs = await asyncio.gather(*(llm.chat(each) for each in conversations))
+
+    Loading, options and errors are those of `LLM`; each answer is that of a call of `LLM` with this prompt alone, with
+    `deterministic` to the token. A task that is cancelled takes its request out of the passes.
+    """
+
+    @with_options(LLMOptions)
+    def __init__(self, model: str | Path, **options: Unpack[LLMOptions]) -> None:
+        self._llm = LLM(model, **options)
+        self._arrived: SimpleQueue[_Asked | None] = SimpleQueue()
+        self._running: dict[int, tuple[_Asked, Request]] = {}
+        self._changing, self._ended = threading.Lock(), False
+        self._thread = threading.Thread(target=self._work, name="AsyncLLM", daemon=True)
+        self._thread.start()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    async def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> RequestOutput:
+        """Continues one prompt. Raises PromptError, OverBudget, and EngineUnavailable for one that is closed."""
+        return await self._ask(_prompt_body(prompt, "prompt"), Endpoint.COMPLETION, sampling_params)
+
+    async def chat(self, messages: Conversation, sampling_params: SamplingParams | None = None) -> RequestOutput:
+        """The model's next message in one conversation; otherwise as `generate`."""
+        return await self._ask({"messages": list(messages)}, Endpoint.CHAT, sampling_params)
+
+    async def close(self) -> None:
+        """Ends after the current pass, and frees every tier. Requests that are not answered fail."""
+        with self._changing:
+            self._ended = True
+            self._arrived.put(None)
+        await asyncio.to_thread(self._thread.join)
+        self._llm.close()
+
+    async def _ask(self, body: dict[str, Any], endpoint: Endpoint, params: SamplingParams | None) -> RequestOutput:
+        asked = _Asked(body, endpoint, params or self._llm._default_params)
+        with self._changing:
+            if self._ended:
+                raise EngineUnavailable(_CLOSED)
+            self._arrived.put(asked)
+        return await asyncio.wrap_future(asked.answer)
+
+    def _work(self) -> None:
+        while not self._ended and (first := self._arrived.get()) is not None:
+            try:
+                with self._llm._generating() as generation:
+                    self._run(generation, first)
+            except BaseException as error:
+                self._fail_all(error, first)
+        self._fail_all(EngineUnavailable(_CLOSED))
+
+    def _run(self, generation: Generation, first: _Asked) -> None:
+        """All passes from `first` on until no request is left."""
+        llm, ahead = self._llm, deque([first])
+        llm._engine.engine.start_counting()
+        for finished in generation.passes(lambda: self._next(ahead)):
+            llm._heap.after_pass()
+            for opened in finished:
+                asked, request = self._running.pop(id(opened.row))
+                output = llm._output(request, opened, asked.params)
+                try:
+                    refuse_over_budget(llm._engine.engine.ledger.measure().over_budget, output)
+                except MoedgeError as error:
+                    asked.fail(error)
+                else:
+                    asked.succeed(output)
+            self._drop_unwanted(generation)
+
+    def _drop_unwanted(self, generation: Generation) -> None:
+        cancelled = {number for number, (asked, _) in self._running.items() if asked.answer.cancelled()}
+        if self._ended or cancelled:
+            generation.drop(lambda row: self._ended or id(row) in cancelled)
+        for number in cancelled:
+            del self._running[number]
+
+    def _next(self, ahead: deque[_Asked]) -> Request | None:
+        """The next request that can run; those that cannot are answered."""
+        while not self._ended and (asked := _taken(ahead, self._arrived)) is not None:
+            try:
+                request = self._llm._request(asked.body, asked.endpoint, asked.params, 0, "prompt")
+            except BaseException as error:
+                asked.fail(error)
+                continue
+            self._running[id(request.row)] = asked, request
+            return request
+        return None
+
+    def _fail_all(self, error: BaseException, *others: _Asked) -> None:
+        running = [asked for asked, _ in self._running.values()]
+        self._running.clear()
+        while not self._arrived.empty():
+            if (asked := self._arrived.get()) is not None:
+                running.append(asked)
+        for each in (*running, *others):
+            each.fail(error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request of a task, whose answer another thread gives."""
+
+    body: dict[str, Any]
+    endpoint: Endpoint
+    params: SamplingParams
+    answer: Future[RequestOutput] = field(default_factory=Future)
+
+    def succeed(self, output: RequestOutput) -> None:
+        # It may have been cancelled meanwhile.
+        with suppress(InvalidStateError):
+            self.answer.set_result(output)
+
+    def fail(self, error: BaseException) -> None:
+        with suppress(InvalidStateError):
+            self.answer.set_exception(error)
+
+
+def _taken(ahead: deque[_Asked], arrived: SimpleQueue[_Asked | None]) -> _Asked | None:
+    return ahead.popleft() if ahead else None if arrived.empty() else arrived.get()
+
+
 def _several(prompts: Prompt | Items[Prompt]) -> Items[Prompt]:
     """A list of prompts: one prompt alone becomes a list of it."""
     alone = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
@@ -338,6 +476,13 @@ def _prompt_body(prompt: Prompt, where: str) -> dict[str, Any]:
     if not isinstance(prompt, Items) or not all(type(each) is int for each in prompt):
         raise PromptError(f"{where} must be text or a list of token ids; found {shown(prompt)}")
     return {"prompt": list(prompt)}
+
+
+def _body_of_either(prompt: Prompt | Conversation) -> tuple[dict[str, Any], Endpoint]:
+    """A prompt, or a conversation, as the body of a row. Raises PromptError."""
+    if not isinstance(prompt, str | Mapping) and bool(prompt) and isinstance(prompt[0], Mapping):
+        return {"messages": list(prompt)}, Endpoint.CHAT
+    return _prompt_body(cast(Prompt, prompt), "prompt"), Endpoint.COMPLETION
 
 
 def _fastest_order(requests: Items[Request]) -> Iterable[Request]:

@@ -44,7 +44,9 @@ def test_every_name_is_there_and_no_other() -> None:
     assert {name: getattr(moedge, name).__name__ for name in moedge.__all__ if name != "__version__"} == {
         name: name for name in moedge.__all__ if name != "__version__"
     }
-    with pytest.raises(AttributeError, match="module 'moedge' has no attribute 'LMM'; it has CheckReport, Chunk"):
+    with pytest.raises(
+        AttributeError, match="module 'moedge' has no attribute 'LMM'; it has AsyncLLM, CheckReport, Chunk"
+    ):
         _ = moedge.LMM  # type: ignore[attr-defined]
 
 
