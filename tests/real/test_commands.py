@@ -66,7 +66,7 @@ def test_documents_give_the_fields_asked_for(model: Path, tmp_path: Path) -> Non
     folder, fields = EXAMPLES / "documents" / "invoices", "number, date: date, total: number"
     moedge("docs", model, folder, "-o", out, "--task", "extract", "--fields", fields, *COMMON, codes=(0, 3))
     with out.open() as file:
-        table = {row["id"]: row for row in csv.DictReader(file)}
+        table = {row["source"]: row for row in csv.DictReader(file)}
     assert set(table) == {"2024-017.html", "2024-021.txt"}
     answered = [row for row in table.values() if not row["error"]]
     assert answered
