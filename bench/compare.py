@@ -17,7 +17,7 @@ runs at most 256 sequences at once; its figure for more is that for 256.
 
 `--record FILE` keeps every measurement as it is made. The same command continues where it ended; `--minutes` ends it,
 `--forget ENGINE` drops an engine's measurements first. Beside each figure stand its roofs: the bytes that a pass must
-read at the rate at which memory was read right before, and its operations at the rate of bfloat16 products.
+read at the rate at which memory was read right before, and its operations at the rate of torch's products.
 bench.picture makes tables and pictures of records.
 
 `--ceiling` puts every contender in a memory cgroup of its own, page cache included and swap off, which takes root. The

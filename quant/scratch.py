@@ -41,7 +41,9 @@ def row_nbytes(num_columns: int) -> int:
     return 2 * num_columns + 4 * (num_columns // TILE_COLUMNS)
 
 
-def fused_row_nbytes(dense: Sequence[tuple[int, int]], hidden: int, chosen: int, inner: int, num_experts: int) -> int:
+def fused_row_nbytes(
+    dense: Sequence[tuple[int, int]], hidden: int, chosen: int = 1, inner: int = 0, num_experts: int = 0
+) -> int:
     """The buffers of one row of a decoder layer that the library's steps compute as a whole: its vectors, its routing,
     and what products of its `dense` matrices [(rows, columns)] and of its `chosen` experts take."""
     widest = max(columns for _, columns in dense)

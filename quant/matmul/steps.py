@@ -21,6 +21,7 @@ from ..native.library import (
     NativeChoice,
     NativeCombination,
     NativeExpert,
+    NativeGating,
     NativeGrouping,
     NativeHeadRows,
     NativeHeads,
@@ -35,7 +36,7 @@ from ..native.library import (
 )
 from ..scratch import row_nbytes
 from ..tensor import PackedTensor
-from .tiled import MOST_ROWS, ExpertMatrices, OnThreads, native_expert, native_mixture, native_product
+from .tiled import ACTIVATIONS, MOST_ROWS, ExpertMatrices, OnThreads, native_expert, native_mixture, native_product
 
 _COUNTERS = CONSTANTS["step_counters"]
 # What computes a structure of arguments.
@@ -45,6 +46,7 @@ _KINDS: Mapping[type[Structure], str] = MappingProxyType(
         NativeMixture: "experts",
         NativeNorm: "norm",
         NativeHeads: "heads",
+        NativeGating: "gate",
         NativeRouter: "router",
         NativeChoice: "choose",
         NativeGrouping: "group",
@@ -152,6 +154,12 @@ def heads(queries: HeadRows, keys: HeadRows, values: Tensor, rotary: int, block:
         values=values.data_ptr(),
         block=block,
     )
+
+
+def gate(first: Tensor, up: Tensor, activation: str) -> NativeGating:
+    """first = activation(first) * up, both [T, I]."""
+    addresses = (first.data_ptr(), up.data_ptr())
+    return NativeGating(*addresses, columns=first.shape[1], activation=ACTIVATIONS[activation])
 
 
 def router(x: Tensor, weight: Tensor, logits: Tensor) -> NativeRouter:

@@ -42,6 +42,7 @@ enum class moedge_kind : int32_t {
     EXPERTS,  // moedge_mixture
     NORM,  // moedge_norm
     HEADS,  // moedge_heads
+    GATE,  // moedge_gating
     ROUTER,  // moedge_router
     CHOOSE,  // moedge_choice
     GROUP,  // moedge_grouping
@@ -201,6 +202,15 @@ struct moedge_heads {
     uint16_t *value_codes;
     const int64_t *slots;  // [rows]
     int64_t block;
+};
+
+// What a gated feed-forward block does to its first two products [rows, columns]: gate = activation(gate) * up.
+struct moedge_gating {
+    uint16_t *gate;
+    const uint16_t *up;
+    int64_t rows;
+    int64_t columns;
+    moedge_activation activation;
 };
 
 // Scores of experts: logits [rows, experts] = x [rows, columns] times weight [experts, columns] transposed.

@@ -234,6 +234,11 @@ class NativeHeads(ctypes.Structure):
 
 
 @_of_header
+class NativeGating(ctypes.Structure):
+    """The activations of a gated feed-forward block."""
+
+
+@_of_header
 class NativeRouter(ctypes.Structure):
     """Scores of experts."""
 

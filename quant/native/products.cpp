@@ -5,6 +5,7 @@
 // for by giving the processor away.
 #include <sched.h>
 
+#include "activations.h"
 #include "tiles_integer.h"
 
 namespace {
@@ -73,21 +74,6 @@ void write_tile(const Memory& memory, int64_t tile, uint16_t* y, int64_t stride)
     alignas(64) float results[MOST_ROWS * OUTPUTS];
     memory.multiply(tile, results);
     for (int64_t r = 0; r < memory.rows; r++) round_all(results + r * OUTPUTS, y + r * stride + tile * OUTPUTS);
-}
-
-inline vf sigmoid(vf x) { return div(set1(1.0f), add(set1(1.0f), exponential(sub(set1(0.0f), x)))); }
-
-using Activation = moedge_activation;
-
-inline vf gated(Activation activation, vf gate, vf up) {
-    if (activation == Activation::SILU) return mul(mul(gate, sigmoid(gate)), up);
-    if (activation == Activation::GELU_TANH) {  // 0.5 (1 + tanh z) is the logistic function of 2 z.
-        const vf cubic = mul(mul(mul(set1(0.044715f), gate), gate), gate);
-        return mul(mul(gate, sigmoid(mul(set1(1.5957691216057308f), add(gate, cubic)))), up);
-    }
-    gate = min(set1(7.0f), gate);
-    up = max(set1(-7.0f), min(set1(7.0f), up));
-    return mul(mul(gate, sigmoid(mul(set1(1.702f), gate))), add(up, set1(1.0f)));
 }
 
 // Writes the activations of rows of two tiles over the first of them: [gate] and [up], or pairs that alternate.

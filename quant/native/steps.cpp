@@ -5,6 +5,7 @@
 // alone: all sums have one order.
 #include <sched.h>
 
+#include "activations.h"
 #include "moedge_cpu.h"
 #include "simd.h"
 
@@ -104,6 +105,24 @@ struct Heads : moedge_heads {
 
 void run(const Heads& heads, int64_t* counters) {
     for (Range some; (some = take_rows(counters, heads.rows, 1)).begin < heads.rows;) heads.row(some.begin);
+}
+
+struct Gating : moedge_gating {
+    // The columns of a row that one item computes.
+    static constexpr int64_t COLUMNS = 512;
+
+    void piece(int64_t r, int64_t begin) const {
+        const int64_t end = begin + COLUMNS < columns ? begin + COLUMNS : columns;
+        uint16_t* to = gate + r * columns;
+        for (int64_t i = begin; i < end; i += W)
+            to_bf16(gated(activation, from_bf16(to + i), from_bf16(up + r * columns + i)), to + i);
+    }
+};
+
+void run(const Gating& gating, int64_t* counters) {
+    const int64_t pieces = (gating.columns + Gating::COLUMNS - 1) / Gating::COLUMNS;
+    for (Range some; (some = take_rows(counters, gating.rows * pieces, 1)).begin < gating.rows * pieces;)
+        gating.piece(some.begin / pieces, some.begin % pieces * Gating::COLUMNS);
 }
 
 struct Router : moedge_router {
@@ -255,6 +274,7 @@ void run(const moedge_step& step, int64_t* counters, int64_t thread) {
         case Kind::EXPERTS: return MOEDGE_NAMED(moedge_experts)((const moedge_mixture*)arguments);
         case Kind::NORM: return run(as<Norm, moedge_norm>(arguments), counters);
         case Kind::HEADS: return run(as<Heads, moedge_heads>(arguments), counters);
+        case Kind::GATE: return run(as<Gating, moedge_gating>(arguments), counters);
         case Kind::ROUTER: return run(as<Router, moedge_router>(arguments), counters);
         case Kind::CHOOSE: return run(as<Choice, moedge_choice>(arguments), counters);
         case Kind::GROUP:

@@ -307,7 +307,8 @@ class _Recorder:
             ids, weights = (each.reshape(len(states), -1) for each in routed)
             return ids.masked_fill(weights == 0, -1)
         fused = getattr(module.forward, "__self__", None)
-        return fused.routed.ids[: len(states)] if isinstance(fused, FusedLayer) else None
+        chosen = fused.chosen if isinstance(fused, FusedLayer) else None
+        return None if chosen is None else chosen[: len(states)]
 
 
 def _trace(model: OpenModel, prompts: list[list[int]], settings: Settings, budgets: Budgets) -> _Traced:

@@ -225,11 +225,12 @@ def experts_nbytes(shape: ModelShape, dtype: str, num_tokens: int) -> int:
 
 
 _PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_DENSE = {"gate_proj", "up_proj", "down_proj"}
 
 
 def may_fuse(dense: Sequence[Matrix], experts: ExpertsShape | None) -> bool:
     """Whether the library's steps may compute layers of these matrices as a whole; the loaded modules decide."""
-    return experts is not None and {matrix.name.rpartition(".")[2] for matrix in dense} == _PROJECTIONS
+    return {matrix.name.rpartition(".")[2] for matrix in dense} == _PROJECTIONS | (set() if experts else _DENSE)
 
 
 def fuses(quant: str, dtype: str, deterministic: bool) -> bool:
@@ -248,18 +249,18 @@ def fused_nbytes(shape: ModelShape, num_tokens: int) -> int:
     of the self-test at load. Layers of the same sizes share them."""
 
     def of_row(layer: LayerShape) -> int:
-        experts = layer.experts
-        if experts is None or not may_fuse(layer.dense, experts):
+        experts, dense = layer.experts, [(matrix.rows, matrix.cols) for matrix in layer.dense]
+        if not may_fuse(layer.dense, experts):
             return 0
-        dense = [(matrix.rows, matrix.cols) for matrix in layer.dense]
+        if experts is None:
+            return fused_row_nbytes(dense, shape.hidden)
         return fused_row_nbytes(dense, experts.up.cols, experts.per_token, experts.down.cols, experts.count)
 
     def sizes(layer: LayerShape) -> tuple[object, ...]:
         experts = layer.experts
-        if experts is None:
-            return ()
-        matrices = (*layer.dense, experts.up, experts.down)
-        return experts.count, experts.per_token, *((each.rows, each.cols) for each in matrices)
+        matrices = (*layer.dense, experts.up, experts.down) if experts else layer.dense
+        routing = (experts.count, experts.per_token) if experts else ()
+        return *routing, *((each.rows, each.cols) for each in matrices)
 
     return max(num_tokens, SELFTEST_ROWS) * sum({sizes(layer): of_row(layer) for layer in shape.layers}.values())
 

@@ -75,7 +75,7 @@ struct Layer {
 
     // The layer's result, with queries in place of what attention would give.
     Numbers result(int threads) const {
-        constexpr int64_t STEPS = 12;
+        constexpr int64_t STEPS = 13;
         std::vector<int64_t> counters(MOEDGE_STEP_COUNTERS * (STEPS + 1));
         const auto own = [&](int64_t step) { return counters.data() + MOEDGE_STEP_COUNTERS * (step + 1); };
         Numbers normed(hidden.size()), total(hidden.size()), projected(hidden.size()), out(hidden.size());
@@ -91,14 +91,17 @@ struct Layer {
         std::vector<moedge_job> jobs(size_t(experts + rows * chosen / MOEDGE_MOST_ROWS));
         moedge_norm first = {hidden.data(), nullptr, norm.data(), nullptr, normed.data(), rows, width, 1e-5f, 0};
         moedge_product products[] = {product(q, normed, qs, packed[0], own(1)), product(k, normed, ks, packed[1], own(2)),
-                                     product(v, normed, vs, packed[2], own(3)), product(o, qs, projected, packed[3], own(5))};
+                                     product(v, normed, vs, packed[2], own(3)), product(o, qs, projected, packed[3], own(6))};
+        // As between the matrices of a dense layer, though another one gives its second input.
+        const Numbers other(qs.size(), hidden[0]);
+        moedge_gating gating = {qs.data(), other.data(), rows, q.rows, moedge_activation::GELU_TANH};
         moedge_heads heads = {rows, dim, dim, cos.data(), sin.data(), {qs.data(), head_norm.data(), 2 * kv_heads, 1e-6f, 1},
                               {ks.data(), nullptr, kv_heads, 0, 0}, vs.data(), keys.data(), values.data(), slots.data(), block};
         moedge_norm second = {hidden.data(), projected.data(), norm.data(), total.data(), normed.data(), rows, width, 1e-5f, 1};
         moedge_router scores = {normed.data(), router.data(), logits.data(), rows, width, experts};
         moedge_choice choice = {logits.data(), ids.data(), weights.data(), rows, experts, chosen, 1};
         moedge_mixture mixture = {normed.data(), width, token_ids.data(), outputs.data(), width, scratch.data(), 0, jobs.data(),
-                                  own(10), moedge_activation::SILU, 0, 0};
+                                  own(11), moedge_activation::SILU, 0, 0};
         moedge_grouping grouping = {ids.data(), table.data(), counts.data(), token_ids.data(), assignment_rows.data(), &mixture,
                                     rows, chosen, experts, row_nbytes(width) + row_nbytes(inner)};
         moedge_combination combination = {outputs.data(), total.data(), assignment_rows.data(), weights.data(), out.data(), rows,
@@ -106,7 +109,8 @@ struct Layer {
         using Kind = moedge_kind;
         const moedge_step steps[STEPS] = {
             {Kind::NORM, 1, &first},          {Kind::MULTIPLY, 0, &products[0]}, {Kind::MULTIPLY, 0, &products[1]},
-            {Kind::MULTIPLY, 1, &products[2]}, {Kind::HEADS, 1, &heads},          {Kind::MULTIPLY, 1, &products[3]},
+            {Kind::MULTIPLY, 1, &products[2]}, {Kind::HEADS, 1, &heads},          {Kind::GATE, 1, &gating},
+            {Kind::MULTIPLY, 1, &products[3]},
             {Kind::NORM, 1, &second},         {Kind::ROUTER, 1, &scores},        {Kind::CHOOSE, 1, &choice},
             {Kind::GROUP, 1, &grouping},      {Kind::EXPERTS, 1, &mixture},      {Kind::COMBINE, 1, &combination},
         };

@@ -116,6 +116,13 @@ BUGS = _bugs(
         "experts",
     ),
     Bug(
+        "columns of a gate",
+        "quant/native/steps.cpp",
+        "const int64_t pieces = (gating.columns + Gating::COLUMNS - 1) / Gating::COLUMNS;",
+        "const int64_t pieces = gating.columns < Gating::COLUMNS ? 1 : gating.columns / Gating::COLUMNS;",
+        "gates",
+    ),
+    Bug(
         "experts of a router",
         "quant/native/steps.cpp",
         "const int64_t items = (router.experts + Router::EXPERTS - 1) / Router::EXPERTS;",

@@ -2,6 +2,7 @@
 
     hidden += o(attention(rotary(norm(q(x))), rotary(norm(k(x))), v(x)))    x = RMSNorm(hidden)
     hidden += sum of the chosen experts(x), weighed by softmax              x = RMSNorm(hidden)
+        or of a dense layer down(activation(gate(x)) * up(x))
 
 Layers are recognised by their modules and by what these compute: the name of a family is never asked for. What looks
 like this and computes something else fails the self-test (selftest.py).
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from ....moe.expert import HeldExperts
 from ....quant.formats.format import TILES
-from ....quant.kernels.operands import Gate
+from ....quant.kernels.operands import Gate, recognise
 from ....quant.matmul import steps
 from ....quant.matmul.matmul import ALL_ROWS, ParallelMatmul
 from ....quant.matmul.steps import HeadRows, NormWeight, Routed, Step, Steps
@@ -40,22 +41,43 @@ _MULTIPLE = 32
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """The weights of a layer, E experts of which `num_chosen` are chosen; `softmax_chosen`: weights sum to 1."""
+    """The weights of a layer: `linears` are q, k, v, o, and of a layer without a mixture gate, up, down."""
 
     norms: tuple[NormWeight, NormWeight]
     head_norms: tuple[NormWeight | None, NormWeight | None]
-    linears: tuple[PackedLinear, PackedLinear, PackedLinear, PackedLinear]
+    linears: tuple[PackedLinear, ...]
     head_dim: int
-    router: torch.Tensor
-    num_chosen: int
-    softmax_chosen: bool
-    experts: PackedExperts
-    source: HeldExperts
     gate: Gate
+    mixture: Mixture | None
 
     @property
     def hidden_size(self) -> int:
-        return int(self.router.shape[1])
+        return self.shapes[0][1]
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Of the linears' matrices: rows and columns."""
+        return [(linear.packed.shape[0], linear.packed.shape[1]) for linear in self.linears]
+
+    @property
+    def num_chosen(self) -> int:
+        """How many outputs the feed-forward block adds up for a row."""
+        return self.mixture.num_chosen if self.mixture else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """E experts of which `num_chosen` are chosen for a row by `router` [E, D]; `softmax_chosen`: weights sum to 1."""
+
+    router: torch.Tensor
+    num_chosen: int
+    softmax_chosen: bool
+    module: PackedExperts
+    source: HeldExperts
+
+    @property
+    def inner_size(self) -> int:
+        return int(self.source.experts[0].operands[2].shape[1])
 
 
 def parts_of(layer: nn.Module) -> LayerParts | None:
@@ -70,40 +92,49 @@ def parts_of(layer: nn.Module) -> LayerParts | None:
     head_norms: list[nn.Module | None] = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
     if len(weights) != 2 or len(linears) != 4 or not _has_only(attention, [*linears, *head_norms]):
         return None
-    return _with_mixture(others[0], weights, linears, head_norms, getattr(attention, "head_dim", 0))
-
-
-def _with_mixture(
-    block: nn.Module,
-    norms: Sequence[NormWeight],
-    linears: Sequence[PackedLinear],
-    head_norms: Sequence[nn.Module | None],
-    dim: int,
-) -> LayerParts | None:
-    experts = next((each for each in block.modules() if isinstance(each, PackedExperts)), None)
-    routers = [each for name, each in block.named_modules() if is_router(f"{name}.weight") and hasattr(each, "weight")]
-    if experts is None or len(routers) != 1 or not _has_only(block, routers) or dim % _MULTIPLE or dim == 0:
-        return None
-    source, gate, weight = experts.source, experts.body.gate, routers[0].weight
-    chosen = _choice(routers[0])
+    dim = getattr(attention, "head_dim", 0)
     heads = [None if each is None else _norm_weight(each) for each in head_norms]
     if any(found is None and each is not None for found, each in zip(heads, head_norms, strict=True)):
         return None
-    if any(found is not None and found.weight.numel() != dim for found in heads):
+    if dim == 0 or dim % _MULTIPLE or any(found is not None and found.weight.numel() != dim for found in heads):
         return None
+    block = _mixture(others[0]) or _dense(others[0])
+    if block is None:
+        return None
+    mixture, gate, more = block
+    return LayerParts((weights[0], weights[1]), (heads[0], heads[1]), (*linears, *more), dim, gate, mixture)
+
+
+def _mixture(block: nn.Module) -> tuple[Mixture, Gate, list[PackedLinear]] | None:
+    experts = next((each for each in block.modules() if isinstance(each, PackedExperts)), None)
+    routers = [each for name, each in block.named_modules() if is_router(f"{name}.weight") and hasattr(each, "weight")]
+    if experts is None or len(routers) != 1 or not _has_only(block, routers):
+        return None
+    source, gate, weight = experts.source, experts.body.gate, routers[0].weight
+    chosen = _choice(routers[0])
     if not isinstance(source, HeldExperts) or gate is None or gate.activation not in ACTIVATIONS or chosen is None:
         return None
     first = source.experts[0]
     tiled = all(matrix.layout.order == TILES for matrix in (first.up, first.down))
     if experts.body.norm is not None or not tiled or not isinstance(weight, torch.Tensor) or not weight.is_contiguous():
         return None
-    (norm, second), (q, k, v, o) = norms, linears
-    return LayerParts((norm, second), (heads[0], heads[1]), (q, k, v, o), dim, weight, *chosen, experts, source, gate)
+    return Mixture(weight, *chosen, experts, source), gate, []
 
 
-def _linear(attention: nn.Module, name: str) -> PackedLinear | None:
+def _dense(block: nn.Module) -> tuple[None, Gate, list[PackedLinear]] | None:
+    linears = [linear for name in ("gate_proj", "up_proj", "down_proj") if (linear := _linear(block, name))]
+    activate = getattr(block, "act_fn", None)
+    if len(linears) != 3 or activate is None or not _has_only(block, linears):
+        return None
+    gate = recognise(lambda x: activate(x[:, : x.shape[1] // 2]) * x[:, x.shape[1] // 2 :])
+    if gate is None or gate.activation not in ACTIVATIONS or linears[0].packed.shape[0] % _MULTIPLE:
+        return None
+    return None, gate, linears
+
+
+def _linear(module: nn.Module, name: str) -> PackedLinear | None:
     """A linear whose kernel widens codes in registers, for any number of rows."""
-    linear = getattr(attention, name, None)
+    linear = getattr(module, name, None)
     packed = getattr(linear, "packed", None)
     if not isinstance(linear, PackedLinear) or packed is None or packed.layout.order != TILES:
         return None
@@ -168,36 +199,40 @@ class Buffers:
 
     def __init__(self, parts: LayerParts, rows: int) -> None:
         self.rows, self.total_nbytes = rows, rows * Buffers.nbytes(parts)
-        hidden, chosen, experts = parts.hidden_size, parts.num_chosen, parts.router.shape[0]
-        dim = parts.head_dim
+        hidden, chosen, dim, mixture = parts.hidden_size, parts.num_chosen, parts.head_dim, parts.mixture
+        experts = mixture.router.shape[0] if mixture else 0
         q, k, v = (linear.packed.shape[0] // dim for linear in parts.linears[:3])
-        first = parts.source.experts[0].operands
         self.normed, self.total, self.projected = (_bf16(rows, hidden) for _ in range(3))
         self.q, self.k, self.v = (_bf16(rows, count, dim) for count in (q, k, v))
         self.outputs = _bf16(rows * chosen, hidden)
         self.qkv = (self.q, self.k, self.v)
+        # Of a dense layer: what gate and up give.
+        self.inner = [_bf16(rows, width) for width, _ in parts.shapes[4:6]]
         self.logits = torch.empty(rows, experts)
-        ids, token_ids, assignment_rows = (torch.empty(rows, chosen, dtype=torch.int64) for _ in range(3))
-        counts, weights = torch.zeros(experts, dtype=torch.int64), torch.empty(rows, chosen)
-        self.routed = Routed(ids, weights, counts, token_ids, assignment_rows)
-        width = max(linear.packed.shape[1] for linear in parts.linears)
+        ids, token_ids = (torch.empty(rows, chosen, dtype=torch.int64) for _ in range(2))
+        counts, weights = torch.zeros(experts, dtype=torch.int64), torch.ones(rows, chosen)
+        # Without a router that fills them: the one output of a row is the row's, as it is.
+        self.routed = Routed(ids, weights, counts, token_ids, torch.arange(rows * chosen).view(rows, chosen))
+        width = max(columns for _, columns in parts.shapes)
         # The three products of x run at the same time.
         self.packed = torch.empty(3, rows * row_nbytes(width), dtype=torch.uint8)
-        self.scratch = torch.empty(rows * chosen * steps.expert_row_nbytes(first), dtype=torch.uint8)
+        of_row = steps.expert_row_nbytes(mixture.source.experts[0].operands) if mixture else 0
+        self.scratch = torch.empty(rows * chosen * of_row, dtype=torch.uint8)
 
     @staticmethod
     def nbytes(parts: LayerParts) -> int:
         """What one row takes, as the plan counts it."""
-        dense = [(linear.packed.shape[0], linear.packed.shape[1]) for linear in parts.linears]
-        inner = parts.source.experts[0].operands[2].shape[1]
-        return fused_row_nbytes(dense, parts.hidden_size, parts.num_chosen, inner, parts.router.shape[0])
+        mixture = parts.mixture
+        if mixture is None:
+            return fused_row_nbytes(parts.shapes, parts.hidden_size)
+        experts = (mixture.num_chosen, mixture.inner_size, mixture.router.shape[0])
+        return fused_row_nbytes(parts.shapes, parts.hidden_size, *experts)
 
     @staticmethod
     def key(parts: LayerParts) -> tuple[object, ...]:
         """What layers that share buffers have in common."""
-        first = parts.source.experts[0].operands
-        shapes = tuple(tuple(linear.packed.shape) for linear in parts.linears)
-        return shapes, parts.head_dim, parts.router.shape, parts.num_chosen, first[0].shape, first[2].shape
+        of_all = (*parts.shapes, parts.head_dim, parts.num_chosen)
+        return of_all if parts.mixture is None else (*of_all, parts.mixture.router.shape, parts.mixture.inner_size)
 
 
 def buffers_nbytes(layers: Sequence[FusedLayer]) -> int:
@@ -218,7 +253,8 @@ def _most_rows(parts: LayerParts, tiled_rows: int) -> int:
     """
     if tiled_rows >= MOST_ROWS:
         return ALL_ROWS
-    return max(tiled_rows, tiled_rows * parts.router.shape[0] // (2 * parts.num_chosen))
+    mixture = parts.mixture
+    return max(tiled_rows, tiled_rows * mixture.router.shape[0] // (2 * mixture.num_chosen) if mixture else 0)
 
 
 class LayerSteps:
@@ -256,14 +292,14 @@ class LayerSteps:
             Step(products[2]),
             Step(self._heads),
         ]
-        self.behind = [
-            Step(self._projection),
-            Step(self._second),
-            Step(steps.router(buffers.normed, parts.router, buffers.logits)),
-            Step(steps.choose(buffers.logits, routed.ids, routed.weights, parts.softmax_chosen)),
-            *steps.mixture(buffers.normed, routed, table, parts.gate, buffers.outputs, buffers.scratch, integer),
-            Step(self._last),
-        ]
+        feed_forward = _dense_steps(parts, buffers, integer)
+        if parts.mixture is not None:
+            feed_forward = [
+                Step(steps.router(buffers.normed, parts.mixture.router, buffers.logits)),
+                Step(steps.choose(buffers.logits, routed.ids, routed.weights, parts.mixture.softmax_chosen)),
+                *steps.mixture(buffers.normed, routed, table, parts.gate, buffers.outputs, buffers.scratch, integer),
+            ]
+        self.behind = [Step(self._projection), Step(self._second), *feed_forward, Step(self._last)]
 
     def reads(self, hidden: int, cos: int, sin: int) -> None:
         """Sets the addresses of the hidden states [T, D] and of the rotary embedding [T, rotary]."""
@@ -285,6 +321,19 @@ class LayerSteps:
     def writes(self, out: int) -> None:
         """Sets the address of the result [T, D], which may be that of the hidden states."""
         self._last.out = out
+
+
+def _dense_steps(parts: LayerParts, buffers: Buffers, integer: bool) -> list[Step]:
+    """Gate and up side by side, the activation, and down, whose output is the only one of a row; none for a mixture."""
+    if parts.mixture is not None:
+        return []
+    first, second = buffers.inner
+    xs, outs = (buffers.normed, buffers.normed, first), (first, second, buffers.outputs)
+    up_gate, up, down = (
+        Step(steps.multiply(x, linear.packed, linear.bias, out, scratch, integer))
+        for x, linear, out, scratch in zip(xs, parts.linears[4:], outs, buffers.packed, strict=True)
+    )
+    return [up_gate._replace(waits=False), up, Step(steps.gate(first, second, parts.gate.activation)), down]
 
 
 class _Composed(NamedTuple):
@@ -318,9 +367,9 @@ class FusedLayer:
         self.taken = 0
         self.most_rows = min(buffers.rows, _most_rows(parts, compute.tiled_rows()))
         self._compute = compute
-        self._source: HeldExperts = parts.source
         self._composed: _Composed | None = None
-        self._table = steps.experts_table([expert.operands for expert in parts.source.experts])
+        experts = parts.mixture.source.experts if parts.mixture else ()
+        self._table = steps.experts_table([expert.operands for expert in experts])
         self.routed = buffers.routed._replace(
             ids=torch.empty_like(buffers.routed.ids), counts=torch.zeros_like(buffers.routed.counts)
         )
@@ -360,4 +409,11 @@ class FusedLayer:
     def count(self, rows: int) -> None:
         """Counts a pass and what was routed in it, as the seam does."""
         self.taken += 1
-        self._source.stats.popularity.observe(self._source.layer, rows, self.routed.counts.tolist())
+        if self.parts.mixture is not None:
+            source = self.parts.mixture.source
+            source.stats.popularity.observe(source.layer, rows, self.routed.counts.tolist())
+
+    @property
+    def chosen(self) -> Tensor | None:
+        """The experts int64 [T, A] that the last pass chose, for more rows than it had; None in a dense layer."""
+        return None if self.parts.mixture is None else self.routed.ids

@@ -68,12 +68,19 @@ def logits_of(loaded: LoadedEngine, monkeypatch: pytest.MonkeyPatch) -> list[tor
     return found
 
 
-@pytest.mark.sample("int4", "mxfp4")
-@pytest.mark.parametrize("quant", ["int4", "nf4", "mxfp4"])
+# Dense layers: as in Llama, with biases of q, k and v, with norms of heads, with GELU and norms that add one.
+DENSE = ("llama", "qwen2", "qwen3", "gemma")
+
+
+@pytest.mark.sample("qwen3_moe-int4", "qwen3_moe-mxfp4", "qwen2-nf4", "qwen3-int4", "gemma-int4")
+@pytest.mark.parametrize(
+    ("family", "quant"), [*product(["qwen3_moe"], ["int4", "nf4", "mxfp4"]), *product(DENSE, ["int4", "nf4"])]
+)
 def test_fused_layers_are_as_near_to_float32_as_the_seams(
-    quant: str, checkpoint: Folder, monkeypatch: pytest.MonkeyPatch
+    family: str, quant: str, checkpoint: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, settings = checkpoint("qwen3_moe", **SIZES), replace(INT4, quant=quant)
+    sizes = SIZES if family == "qwen3_moe" else SIZES | {"head_dim": 32}
+    folder, settings = checkpoint(family, **sizes), replace(INT4, quant=quant)
     with engine(folder, settings) as loaded:
         executor = loaded.model.executor
         assert len(loaded.fused) == len(loaded.model.layers)
@@ -104,7 +111,7 @@ def distance(found: list[torch.Tensor], meant: list[torch.Tensor]) -> float:
 
 
 # SmolLM2's sizes, with Gemma 4's for experts: what 128 does not divide.
-SMOLLM2 = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3}
+SMOLLM2 = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
 PUBLISHED_SIZES = {
     "qwen3_moe": SMOLLM2 | {"moe_intermediate_size": 704, "intermediate_size": 704},
     "llama": SMOLLM2 | {"intermediate_size": 1536},
@@ -123,7 +130,7 @@ def test_models_in_published_sizes_are_near_to_float32(
     """Whatever computes them. Rounding changes experts of tiny random models; logits without relation are 1.4 apart."""
     folder, settings = checkpoint(family, **PUBLISHED_SIZES[family]), replace(INT4, quant=quant, compute=compute)
     with engine(folder, settings) as loaded:
-        assert bool(loaded.fused) == (family == "qwen3_moe")
+        assert len(loaded.fused) == len(loaded.model.layers)
         found = logits_of(loaded, monkeypatch)
     with engine(folder, replace(settings, dtype="fp32", kv="fp32", compute="float")) as loaded:
         meant = logits_of(loaded, monkeypatch)
@@ -156,18 +163,21 @@ def test_layers_of_another_structure_keep_the_seams(family: str, checkpoint: Fol
         assert loaded.fused == []
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama"])
 def test_a_layer_that_disagrees_in_the_self_test_keeps_the_seams(
-    checkpoint: Folder, monkeypatch: pytest.MonkeyPatch
+    family: str, checkpoint: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The structure is that of another model, and one number of it is not."""
+    """The structure is that of another model, and one thing that it computes is not."""
     parts_of = selftest.parts_of
 
     def wrong(layer: torch.nn.Module) -> object:
         parts = parts_of(layer)
-        return parts and replace(parts, softmax_chosen=not parts.softmax_chosen)
+        if parts is None or parts.mixture is None:
+            return parts and replace(parts, norms=(parts.norms[0], parts.norms[1]._replace(plus_one=True)))
+        return replace(parts, mixture=replace(parts.mixture, softmax_chosen=not parts.mixture.softmax_chosen))
 
     monkeypatch.setattr(selftest, "parts_of", wrong)
-    with engine(checkpoint("qwen3_moe", **SIZES)) as loaded:
+    with engine(checkpoint(family, **SIZES)) as loaded:
         assert loaded.fused == []
         assert isinstance(loaded.model.executor, SeamExecutor)
 
@@ -182,7 +192,12 @@ def test_a_planted_bug_of_the_steps_keeps_the_seams(
     """Seven experts (FlexOlmo) and 192 columns, which no block of the steps divides, and passes of many rows."""
     # A measured time decides from how many rows on layers are not fused.
     monkeypatch.setattr(engine_loader, "measure_gemv_max_rows", lambda *_: GEMV_MAX_ROWS)
-    folder = checkpoint("qwen3_moe", **SIZES | {"hidden_size": 192, "num_attention_heads": 6, "num_experts": 7})
+    sizes = SIZES | {"hidden_size": 192, "num_attention_heads": 6, "num_experts": 7}
+    if bug.found_by == "gates":
+        # Gemma 4's inner width, which the steps' pieces do not divide.
+        folder = checkpoint("llama", **sizes | {"intermediate_size": 704})
+    else:
+        folder = checkpoint("qwen3_moe", **sizes)
     settings = replace(INT4, tokens_per_pass=512)
     with engine(folder, settings) as loaded:
         assert len(loaded.fused) == len(loaded.model.layers)

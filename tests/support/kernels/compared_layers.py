@@ -181,6 +181,25 @@ def compare_norms(case: Norm) -> float:
     return _distance(out, wanted, 1e-5)
 
 
+class Gating(NamedTuple):
+    """The activation of a dense layer with this inner width."""
+
+    rows: int
+    width: int
+    activation: str
+
+
+def gating_cases() -> st.SearchStrategy[Gating]:
+    return st.builds(Gating, st.integers(1, 9), widths(32), st.sampled_from(sorted(ACTIVATIONS)))
+
+
+def compare_gates(case: Gating) -> float:
+    gate, up = (_numbers(case.rows, case.width, seed=seed, scale=4) for seed in (0, 1))
+    wanted = ACTIVATIONS[case.activation](gate.double(), up.double())
+    _run([Step(steps.gate(gate, up, case.activation))], case.rows)
+    return _distance(gate, wanted, 1e-4)
+
+
 class Router(NamedTuple):
     """Scores of `experts` experts for rows of this width, of which `chosen` are taken."""
 

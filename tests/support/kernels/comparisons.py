@@ -35,6 +35,7 @@ COMPARISONS: Mapping[str, Comparison] = MappingProxyType(
         "experts": Comparison(compared_layers.expert_cases(), compared_layers.compare_experts),
         "mixtures": Comparison(compared_layers.mixture_cases(), compared_layers.compare_mixtures),
         "norms": Comparison(compared_layers.norm_cases(), compared_layers.compare_norms),
+        "gates": Comparison(compared_layers.gating_cases(), compared_layers.compare_gates),
         "routers": Comparison(compared_layers.router_cases(), compared_layers.compare_routers),
         "heads": Comparison(compared_layers.head_cases(), compared_layers.compare_heads),
         "attention": Comparison(compared_layers.attention_cases(), compared_layers.compare_attention),
