@@ -68,6 +68,9 @@ class Eta:
         self._pass_seconds = RunningMean(_NEWEST)
         self._sequences = 1.0
         self._left: float | None = None
+        # Computed in this run, of prompts and generated, and those that are expected to be.
+        self.tokens = 0
+        self.tokens_left: int | None = None
 
     def update(self, done: int, failed: int, metrics: Metrics, hit_rate: float | None = None) -> None:
         """After every pass: rows done and failed of the job, and the sums over the passes of this run."""
@@ -75,6 +78,7 @@ class Eta:
         now = self._clock()
         since, before = self._mark
         self.done, self.failed = done, failed
+        self.tokens = metrics.prompt_tokens + metrics.generated_tokens
         first = self._pass_seconds.value is None
         if metrics.passes == before.passes or (now - since < self._window_s and not first):
             return
@@ -88,6 +92,17 @@ class Eta:
         self._left = self._forecast(metrics)
 
     @property
+    def share(self) -> float:
+        """How much of the job is done, by tokens: rows of earlier runs count as rows, those of this run by the tokens
+        that were computed and are expected. 1 only with the last row."""
+        if self.done >= self.total:
+            return 1.0
+        if self.tokens_left is None:
+            return self.done / self.total
+        left = 1 - self._work.done / self.total
+        return min(1 - left + left * self.tokens / max(1, self.tokens + self.tokens_left), 0.999)
+
+    @property
     def seconds_left(self) -> float | None:
         """None before the first pass."""
         if self._left is None:
@@ -99,13 +114,14 @@ class Eta:
         return host_resident()
 
     def _forecast(self, metrics: Metrics) -> float:
-        """Seconds from now, with what is known now."""
+        """Seconds from now, with what is known now; counts the tokens that are left."""
         finished, most = metrics.finished_limit, self._work.max_generated_tokens
         share = self._expected_share(metrics)
         # Answers that outlived the mean are not done: on average they take half of what such answers still may.
         running = metrics.generated_tokens - metrics.finished_tokens
         generate = max((most - finished) * share - running, (most - finished - running) * share / 2, 0.0)
         prompt = max(0, self._work.prompt_tokens - metrics.prompt_tokens)
+        self.tokens_left = round(generate + prompt)
         passes = max(generate / self._sequences, (generate + prompt) / self._work.tokens_per_pass)
         return passes * (self._pass_seconds.value or 0.0)
 

@@ -68,7 +68,7 @@ def say(console: Console, text: str) -> None:
     console.print(fit(text, console.width if console.is_terminal else None), markup=False, soft_wrap=True)
 
 
-SCHEMA = "moedge.events/5"
+SCHEMA = "moedge.events/6"
 
 
 class Events:
@@ -151,6 +151,8 @@ class EventProgress(Progress):
             done=eta.done,
             failed=eta.failed,
             rows=eta.total,
+            tokens=eta.tokens,
+            tokens_left=eta.tokens_left,
             generated_tok_s=eta.generated_tok_s,
             prompt_tok_s=eta.prompt_tok_s,
             seconds_left=eta.seconds_left,
@@ -224,7 +226,7 @@ def _field(name: str, min_width: int = 0) -> TextColumn:
 
 
 class BarProgress(Progress):
-    """Per cent, rows done, failed, time left, tokens per second, memory and, if experts stream, their hit rate.
+    """Per cent of the tokens, rows done, failed, time left, tokens per second, memory and, if experts stream, their hit rate.
 
     `ram_nbytes` is the RAM budget.
     """
@@ -302,7 +304,7 @@ def facts(eta: Eta, seconds_left: float | None, ram_nbytes: int) -> dict[str, st
     """What a line of progress says beside the rows, by column; `ram_nbytes` is the RAM budget."""
     rate = eta.generated_tok_s
     return {
-        "percent": f"{100 * eta.done // eta.total if eta.total else 100:3}%",
+        "percent": f"{int(100 * eta.share):3}%",
         "failed": f"{eta.failed:,} failed",
         "left": left_text(seconds_left),
         "rate": speed(rate) if rate else "",

@@ -40,6 +40,29 @@ def test_nothing_is_said_before_the_first_pass_and_a_bound_after_it() -> None:
     assert left == pytest.approx(1000 * 100 / 10, rel=0.01), "answers may be as long as they may be"
 
 
+def test_what_is_done_is_counted_in_tokens() -> None:
+    """Ten sequences of 20 tokens, and no row is done: with half of their tokens, half of this job of ten rows is."""
+    machine = Machine(rows=10, live=10, length=20, limit=20)
+    machine.run(10)
+    assert machine.pace.done == 0
+    assert machine.pace.share == pytest.approx(0.5, abs=0.1)
+    machine.run(9)
+    assert 0.8 < machine.pace.share < 1
+    machine.run(1)
+    assert machine.pace.share == 1
+
+
+def test_rows_of_earlier_runs_count_as_rows() -> None:
+    metrics, now = Metrics(), [0.0]
+    pace = Eta(Work(100, 80, prompt_tokens=0, max_generated_tokens=2000, tokens_per_pass=100), 1.0, lambda: now[0])
+    pace.update(80, 0, metrics)
+    assert pace.share == 0.8
+    now[0], metrics.passes, metrics.generated_tokens = 5.0, 50, 1000
+    pace.update(80, 0, metrics)
+    assert pace.tokens_left == 1000
+    assert pace.share == pytest.approx(0.9)
+
+
 def test_the_forecast_learns_how_long_answers_are() -> None:
     machine = Machine(rows=1000, live=10, length=20, limit=100)
     machine.run(41)

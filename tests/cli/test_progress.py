@@ -40,6 +40,10 @@ class FakeEta:
     hit_rate: float | None = 0.93
     workers = None
 
+    @property
+    def share(self) -> float:
+        return self.done / self.total
+
 
 def console(width: int) -> tuple[Console, io.StringIO]:
     stream = io.StringIO()

@@ -320,6 +320,10 @@ class MovingEta:
         return 2 + 2 * self.passes
 
     @property
+    def share(self) -> float:
+        return self.done / self.total
+
+    @property
     def failed(self) -> int:
         return 2 if self.passes else 0
 
