@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .apps.documents.iterate import iter_documents
     from .apps.documents.run import run_documents
     from .batch import run_batch
-    from .completion import CompletionOutput, Logprob, RequestOutput, SamplingParams
+    from .completion import ChoiceScores, CompletionOutput, Logprob, RequestOutput, SamplingParams
     from .llm import LLM, AsyncLLM
     from .offload.errors import MoedgeError
     from .plan_report import PlanReport, plan
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "AsyncLLM": ".llm",
     "CheckReport": ".runtime.evaluation.check",
+    "ChoiceScores": ".completion",
     "Chunk": ".apps.documents.document",
     "CompletionOutput": ".completion",
     "Document": ".apps.documents.document",
@@ -54,6 +55,7 @@ _MODULES = {
 __all__ = [
     "AsyncLLM",
     "CheckReport",
+    "ChoiceScores",
     "Chunk",
     "CompletionOutput",
     "Document",

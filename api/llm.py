@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from typing import Any, Self, Unpack, cast
 
 from .batch import BatchProgress, batch_request, progress_bar, run_job
-from .completion import CompletionOutput, RequestOutput, SamplingParams, logprobs_by_id
+from .completion import ChoiceScores, CompletionOutput, RequestOutput, SamplingParams, logprobs_by_id
 from .generation import Generation, Request
 from .offload.closing import Closing
 from .offload.errors import MoedgeError
@@ -144,12 +144,52 @@ class LLM(Closing):
         with self._generating() as generation:
             for index, prompt in enumerate(prompts):
                 try:
-                    found.append(self._request(*_body_of_either(prompt), params, index, "prompt"))
+                    found.append(self._request(*_body_of_either(prompt, "prompt"), params, index, "prompt"))
                 except PromptError as error:
                     found.append(RequestOutput(None, [], [], error=str(error)))
             runnable = [each for each in found if isinstance(each, Request)]
             outputs = iter(self._answers(generation, runnable, [params] * len(found), progress=False))
         return [next(outputs) if isinstance(each, Request) else each for each in found]
+
+    def score(
+        self, prompts: Items[Prompt | Conversation], choices: Items[str], *, progress: bool = True
+    ) -> list[ChoiceScores]:
+        """How likely each of `choices` is as the answer to each prompt, or as the next message of each conversation.
+
+        To classify with a confidence: nothing is generated, and the tokens that the choices of a prompt begin with
+        alike are computed once. A text and a choice are tokenized together, so a choice that is to follow a word begins
+        with a space; to a conversation, and to token ids, the tokens of the choice are appended.
+
+        Raises BadArgument for choices that are none, and what `generate` raises.
+        """
+        if isinstance(choices, str) or not choices or not all(isinstance(each, str) and each for each in choices):
+            raise BadArgument(f"choices must be one or more texts, none of them empty; found {shown(choices)}")
+        requests: list[Request] = []
+        params: list[SamplingParams] = []
+        with self._generating() as generation:
+            for index, prompt in enumerate(prompts):
+                where = f"prompts[{index}]"
+                body, endpoint = _body_of_either(prompt, where)
+                alone = self._request(body, endpoint, SamplingParams(max_tokens=1), 0, where).choices[0][0]
+                for choice in choices:
+                    whole, start = self._continued(alone, body.get("prompt"), choice)
+                    params.append(SamplingParams(max_tokens=1, prompt_logprobs=0, logprob_start_len=start))
+                    row = (params[-1], len(requests), f"{where} with {shown(choice)}")
+                    requests.append(self._request({"prompt": whole}, Endpoint.COMPLETION, *row))
+            outputs = self._answers(generation, requests, params, progress)
+        found = [output.prompt_logprob(each.logprob_start_len) for output, each in zip(outputs, params, strict=True)]
+        every, count = tuple(choices), len(choices)
+        return [ChoiceScores(every, tuple(found[at : at + count])) for at in range(0, len(found), count)]
+
+    def _continued(self, prompt_ids: list[int], text: object, choice: str) -> tuple[list[int], int]:
+        """The tokens of a prompt with a choice, and how many of them the prompt has without it."""
+        tokenizer = self._opened.tokenizer
+        if not isinstance(text, str):
+            return [*prompt_ids, *tokenizer.encode_verbatim(choice, add_special_tokens=False)], len(prompt_ids)
+        whole = tokenizer.encode(text + choice)
+        pairs = zip(whole, prompt_ids, strict=False)
+        same = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(whole), len(prompt_ids)))
+        return whole, max(1, same)
 
     def stream(self, prompt: Prompt | Conversation, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """The answer to one prompt, or to one conversation, in pieces of text as it is generated.
@@ -162,7 +202,7 @@ class LLM(Closing):
         if params.n != 1:
             raise BadArgument(f"n must be 1 for a stream of text; found {params.n}")
         with self._in_use_by_one_call() as loaded:
-            request = self._request(*_body_of_either(prompt), params, 0, "prompt")
+            request = self._request(*_body_of_either(prompt, "prompt"), params, 0, "prompt")
         return self._stream(loaded, request)
 
     @with_options(JobOptions)
@@ -203,7 +243,7 @@ class LLM(Closing):
         params = self._params_of_each(sampling_params, len(bodies))
         with self._generating() as generation:
             requests = [
-                self._request(body, endpoint, each, index, what)
+                self._request(body, endpoint, each, index, f"{what}[{index}]")
                 for index, (body, each) in enumerate(zip(bodies, params, strict=True))
             ]
             return self._answers(generation, requests, params, progress)
@@ -274,10 +314,9 @@ class LLM(Closing):
                     engine.scheduler.abort()
 
     def _request(
-        self, body: Mapping[str, Any], endpoint: Endpoint, params: SamplingParams, index: int, what: str
+        self, body: Mapping[str, Any], endpoint: Endpoint, params: SamplingParams, index: int, where: str
     ) -> Request:
-        """A prompt, checked and tokenized. Raises PromptError where it cannot run."""
-        where = what if what == "prompt" else f"{what}[{index}]"
+        """A prompt, checked and tokenized. Raises PromptError, which names it by `where`, if it cannot run."""
         body = {**params.body(endpoint), **body}
         try:
             row = self._builder.build(body, endpoint, RowPosition(index, index + 1, line_id(index + 1)))
@@ -478,11 +517,11 @@ def _prompt_body(prompt: Prompt, where: str) -> dict[str, Any]:
     return {"prompt": list(prompt)}
 
 
-def _body_of_either(prompt: Prompt | Conversation) -> tuple[dict[str, Any], Endpoint]:
+def _body_of_either(prompt: Prompt | Conversation, where: str) -> tuple[dict[str, Any], Endpoint]:
     """A prompt, or a conversation, as the body of a row. Raises PromptError."""
     if not isinstance(prompt, str | Mapping) and bool(prompt) and isinstance(prompt[0], Mapping):
         return {"messages": list(prompt)}, Endpoint.CHAT
-    return _prompt_body(cast(Prompt, prompt), "prompt"), Endpoint.COMPLETION
+    return _prompt_body(cast(Prompt, prompt), where), Endpoint.COMPLETION
 
 
 def _fastest_order(requests: Items[Request]) -> Iterable[Request]:

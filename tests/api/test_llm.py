@@ -203,6 +203,52 @@ def test_a_prompt_is_scored_from_the_position_that_is_asked_for(llm: LLM) -> Non
         assert found == [*[None] * min(start, 70), *whole[start:]]
 
 
+def likelihood(model: Any, ids: list[int], start: int) -> float:
+    with torch.no_grad():
+        rows = model(torch.tensor([ids])).logits[0, start - 1 : -1].double().log_softmax(-1)
+    return float(sum(row[token] for row, token in zip(rows, ids[start:], strict=True)))
+
+
+def test_choices_are_as_likely_as_in_transformers(model: Path, llm: LLM, stock: Callable[[Path], Any]) -> None:
+    """Behind a text, a chat and token ids; one choice begins as another one, and one is longer."""
+    text, ids = "The invoice says", token_prompts()[3]
+    chat = [{"role": "user", "content": "Is it a letter, or an invoice?"}]
+    choices = [" letter", " letters of", " invoice and more"]
+    scores = llm.score([text, chat, ids], choices, progress=False)
+    tokenizer, reference = llm.get_tokenizer(), stock(model)
+    wanted = []
+    for choice in choices:
+        whole, more = tokenizer.encode(text + choice), tokenizer.encode_verbatim(choice, add_special_tokens=False)
+        same = [one == other for one, other in zip(tokenizer.encode(text), whole, strict=False)]
+        start = [*same, False].index(False)
+        behind = [(begun, len(begun)) for begun in (tokenizer.encode_chat(chat), ids)]
+        wanted.append([(whole, start), *(([*begun, *more], length) for begun, length in behind)])
+    for found, cases in zip(scores, zip(*wanted, strict=True), strict=True):
+        assert found.choices == tuple(choices)
+        assert found.logprobs == pytest.approx([likelihood(reference, *case) for case in cases], abs=1e-3)
+        shares = torch.tensor(found.logprobs, dtype=torch.float64).softmax(0).tolist()
+        assert found.probabilities == pytest.approx(shares)
+        assert found.best == choices[shares.index(max(shares))]
+
+
+def test_a_prompt_is_computed_once_for_all_of_its_choices(llm: LLM) -> None:
+    prompt = [token_prompts()[3] + token_prompts()[1]]
+    llm.score(prompt, [" a", " b", " c", " d", " e", " f"], progress=False)
+    computed = llm._engine.engine.engine.metrics.prompt_tokens
+    assert computed < 2.2 * len(prompt[0]), "but for the last block of the cache, which is not shared"
+
+
+@pytest.mark.parametrize("choices", [[], ["yes", ""], "yes", ["yes", 3]])
+def test_what_is_no_list_of_choices_is_refused(choices: Any, llm: LLM) -> None:
+    with pytest.raises(BadArgument, match="choices must be one or more texts"):
+        llm.score(["Is it?"], choices)
+
+
+def test_a_prompt_that_is_too_long_with_a_choice_is_named(llm: LLM) -> None:
+    with pytest.raises(PromptError, match=r"prompts\[1\] with ' many words indeed'"):
+        llm.score(["Short", [7] * 198], [" many words indeed"], progress=False)
+
+
 def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
     [free] = llm.generate("Hello there", SamplingParams(max_tokens=12, ignore_eos=True), progress=False)
     text = free.outputs[0].text
