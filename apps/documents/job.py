@@ -259,10 +259,7 @@ class DocumentJob:
             if rows is None:
                 self.totals.pending += 1
                 continue
-            self.totals.documents += 1
-            for row in rows:
-                self.totals.add(row, names)
-                yield row
+            yield from self.totals.add_document(entry.error is not None, rows, names)
 
     def _mirror(self) -> Mirror | None:
         if self._request.mirror is None:

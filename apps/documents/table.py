@@ -29,12 +29,14 @@ _TOKENS = ("prompt_tokens", "completion_tokens")
 class Totals:
     """What the rows of the output come to: rows with an answer, errors by code, and how full fields are.
 
-    `documents` have all of their rows, `pending` ones lack some. `cut`
-    rows reached max_tokens, answered or not. `filled` has every field of a schema, `lacking` the first rows without it.
+    `documents` have all of their rows, `pending` ones lack some; `outcomes` has each of the former once: answered, cut
+    (a row of it is), failed (a row of it did), or unreadable. `cut` rows reached max_tokens, answered or not.
+    `filled` has every field of a schema, `lacking` the first rows without it.
     `shortest` are (characters, id) of the shortest answers; `quotes` are those found in their text, and all.
     """
 
     documents: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
     answered: int = 0
     failed: Counter[str] = field(default_factory=Counter)
     pending: int = 0
@@ -67,6 +69,18 @@ class Totals:
         for each in row.get("quotes", ()):
             self.quotes += 1
             self.quotes_found += each["found"]
+
+    def add_document(
+        self, unreadable: bool, rows: Iterable[dict[str, Any]], names: tuple[str, ...]
+    ) -> Iterator[dict[str, Any]]:
+        """The rows of a document, which are added as they are taken, and the document behind the last."""
+        cut, failed = self.cut, self.num_failed
+        for row in rows:
+            self.add(row, names)
+            yield row
+        outcome = "cut" if self.cut > cut else "failed" if self.num_failed > failed else "answered"
+        self.documents += 1
+        self.outcomes["unreadable" if unreadable else outcome] += 1
 
     @property
     def low(self) -> list[str]:

@@ -16,7 +16,7 @@ from ...face import Checked, ExitCode, clock, counted, duration, escape_controls
 from .job import FolderReport
 from .request import DocumentsRequest
 from .run import DocumentsEnded, DocumentsObserver, run_documents_job
-from .table import may_change
+from .table import Totals, may_change
 
 if TYPE_CHECKING:
     from ...face import Running
@@ -130,11 +130,13 @@ class DocumentsView(JobView, DocumentsObserver):
             finish_reasons=totals.finish_reasons, errors=totals.failed,
         )  # fmt: skip
         if not ended.sample:
-            self._say(f"{counted(totals.answered, 'answer')} in {ended.paths.out}")
+            self._say(f"{_counts(totals)}; in {ended.paths.out}")
+            if self._verbose and totals.answered + totals.num_failed != totals.documents:
+                self._say(f"of parts of documents: {counted(totals.answered, 'answer')}, {totals.num_failed:,} failed")
         self._say_quality(ended, request.batch.defaults.max_tokens)
         if totals.num_failed:
             where = "" if ended.sample else f" ({ended.paths.errors})"
-            self._say(f"{counted(totals.num_failed, 'row')} failed: {_kinds(totals.failed.items())}{where}")
+            self._say(f"errors: {_kinds(totals.failed.items())}{where}")
             if any(may_change(code) for code in totals.failed):
                 self._say("The same command with --failed runs them again.")
         if not ended.sample:
@@ -175,6 +177,13 @@ class DocumentsView(JobView, DocumentsObserver):
             self._say(f"shortest answers, in characters: {shortest}")
         if totals.quotes:
             self._say(f"{totals.quotes_found:,} of {counted(totals.quotes, 'quote')} found in their documents")
+
+
+def _counts(totals: Totals) -> str:
+    """`64 documents: 19 answered, 28 cut, 17 unreadable`."""
+    kinds = ("answered", "cut", "failed", "unreadable")
+    found = [f"{totals.outcomes[kind]:,} {kind}" for kind in kinds if totals.outcomes[kind] or kind == "answered"]
+    return f"{counted(totals.documents, 'document')}: {', '.join(found)}"
 
 
 def _tried(request: DocumentsRequest, ended: DocumentsEnded, seconds: float) -> str:

@@ -259,7 +259,8 @@ def _documents(summary: Mapping[str, Any]) -> dict[str, Any]:
     totals, found = summary["totals"], summary["report"]
     filled = [(name, count / totals["structured"]) for name, count in totals["filled"].items() if totals["structured"]]
     return {
-        **found, "totals": totals, "filled": sorted(filled, key=lambda each: -each[1]),
+        **found, "totals": totals, "outcomes": sorted(totals.get("outcomes", {}).items()),
+        "filled": sorted(filled, key=lambda each: -each[1]),
         "lacking": {name: _some(rows) for name, rows in totals.get("lacking", {}).items()},
     }  # fmt: skip
 

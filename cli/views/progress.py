@@ -226,7 +226,7 @@ def _field(name: str, min_width: int = 0) -> TextColumn:
 
 
 class BarProgress(Progress):
-    """Per cent of the tokens, rows done, failed, time left, tokens per second, memory and, if experts stream, their hit rate.
+    """Per cent of tokens, rows done, failed, time left, tokens per second, memory and, if experts stream, hit rate.
 
     `ram_nbytes` is the RAM budget.
     """

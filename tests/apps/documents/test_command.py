@@ -60,7 +60,7 @@ def test_a_folder_becomes_a_table_and_no_socket_opens(folder: Path, tmp_path: Pa
     done = docs(folder, *options, "--ram", "2GiB", guard=guard)
     assert done.returncode == 3, done.stderr
     assert "Everything stays on this machine." in done.stderr
-    assert "1 row failed: 1 document_encrypted" in done.stderr
+    assert "errors: 1 document_encrypted" in done.stderr
     assert "prefix cache" in done.stderr
     with out.open() as file:
         table = {row["source"]: row for row in csv.DictReader(file)}

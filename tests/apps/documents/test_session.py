@@ -221,15 +221,17 @@ def test_a_night_with_a_folder_of_invoices(
         lines,
         r"found 12 files: 10 \.pdf, 2 \.docx; skipped: 1 hidden",
         r"resuming round 2: [1-9] rows? done, [1-9] to do",
-        r"2 files cannot be asked about: 1 document_encrypted, 1 document_no_text",
         r"memory +RAM peak 17\.00 GiB of 20\.00 GiB, GPU memory peak 6\.00 GiB of 7\.00 GiB",
-        r"10 answers in invoices\.parquet",
+        r"12 documents: 10 answered, 2 unreadable; in invoices\.parquet",
         r"fields filled: total 100\.0%, date 100\.0%, vat_id 50\.0% \(low: vat_id\)",
-        r"2 rows failed: 1 document_encrypted, 1 document_no_text \(invoices\.errors\.jsonl\)",
+        r"errors: 1 document_encrypted, 1 document_no_text \(invoices\.errors\.jsonl\)",
         r"a page about the job: moedge report invoices\.parquet",
     )
+    # Said when all files are read, which may be before the round is resumed.
+    assert_lines(lines, r"2 files cannot be asked about: 1 document_encrypted, 1 document_no_text")
     rows = pyarrow.parquet.read_table(tmp_path / "invoices.parquet").to_pylist()
     assert [row["total"] for row in rows if row["error"] is None] == [f"{number}0" for number in range(10)]
+    assert "12 documents: 10 answered, 2 unreadable;" in " ".join(report_of(tmp_path).split())
     assert "Rows without vat_id: 2024/4.docx, 2024/6.pdf, 2024/7.pdf" in report_of(tmp_path)
     code, lines = said(*table)
     assert code == 3
@@ -266,7 +268,9 @@ def test_scripts_get_events_a_summary_and_failed_rows_run_again(passes: Hook, sa
     assert "The same command with --failed runs them again." in said(*asked)[1]
     code, lines = said(*asked, "--failed")
     assert code == 3
-    assert_lines(lines, r"resuming round 1: 9 rows done, 1 to do", r"10 answers in out\.jsonl")
+    assert_lines(
+        lines, r"resuming round 1: 9 rows done, 1 to do", r"12 documents: 10 answered, 2 unreadable; in out\.jsonl"
+    )
     answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [row["answer"]["total"] for row in answers] == [f"{number}0" for number in range(10)]
     code, lines = said(*asked, "--failed", "--format", "json")
@@ -286,7 +290,7 @@ def test_cut_answers_name_the_limit_and_what_to_do(passes: Hook, said: Said) -> 
     code, lines = said("-o", "out.jsonl", "--max-tokens", 3)
     assert code == 3, lines
     wanted = r"10 answers reached --max-tokens 3 and may be cut; to ask again, give more and another -o"
-    assert_lines(lines, r"10 answers in out\.jsonl", wanted)
+    assert_lines(lines, r"12 documents: 0 answered, 10 cut, 2 unreadable; in out\.jsonl", wanted)
 
 
 def test_a_sample_for_a_script_is_one_event(passes: Hook, said: Said) -> None:
