@@ -74,7 +74,8 @@ def test_the_page_of_a_job_over_documents_has_its_figures_and_loads_nothing(
     rows = sum(each.summary.rows.total for each in ended.rounds)
     assert (report.counts.rows, report.num_rows) == (rows, rows)
     assert f"of {rows} rows answered" in found.text
-    assert f"{ended.totals.answered} rows in the output" in found.text
+    outcomes = f"{ended.totals.documents} documents: {ended.totals.outcomes['answered']} answered, 1 unreadable"
+    assert outcomes in " ".join(found.text.split())
     assert [(each.code, each.count) for each in report.failures] == [("document_empty", 1)]
     assert ended.totals.shortest[0][1] in found.text
     assert report.rows_over_time()[-1].value == rows

@@ -166,6 +166,7 @@ PLANTED: dict[str, tuple[dict[str, int], tuple[str, str, str], bool, str]] = {
     "tiles of a matrix": (WIDE, ("int8", "float", "bf16"), False, HEAD),
     "chunks of an expert's inner numbers": (WIDE, ("int8", "float", "bf16"), False, "layer 0, mlp.experts"),
     "experts of a router": (WIDE | {"num_experts": 7}, ("int8", "float", "bf16"), False, "layer 0 "),
+    "columns of a gate": (WIDE | {"intermediate_size": 704}, ("int8", "float", "bf16"), False, "layer 0"),
     "elements of a norm": (WIDE, ("int8", "float", "bf16"), False, "layer 0"),
     "keys of a split": (WIDE, ("none", "float", "bf16"), False, "layer 0, attention"),
     "last columns of int8 rows": (NARROW, ("int8", "float", "bf16"), False, "layer 0 "),
@@ -192,7 +193,8 @@ def test_every_planted_bug_has_a_check_or_a_reason() -> None:
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_named_with_its_layer_and_module(bug: str, checkpoint: Callable[..., Path]) -> None:
     changes, (quant, compute, kv), deterministic, part = PLANTED[bug]
-    folder, options = checkpoint("qwen3_moe", **changes), {"quant": quant, "compute": compute, "kv": kv}
+    family = "llama" if "intermediate_size" in changes else "qwen3_moe"
+    folder, options = checkpoint(family, **changes), {"quant": quant, "compute": compute, "kv": kv}
     with planted(BUGS[bug]):
         found = check(folder, **options, dtype="bf16", deterministic=deterministic, budgets=BUDGETS)  # type: ignore[arg-type]
     assert not found.within

@@ -28,7 +28,7 @@ INT4 = Settings(dtype="bf16", quant="int4", kv="bf16")
         ("qwen3_moe", {"kv": "int8"}, Kernels(FUSED_LAYERS, "native", "tiles")),
         ("qwen3_moe", {"deterministic": True}, Kernels(SEAMS, "torch", "tiles")),
         ("qwen3_moe", {"quant": "none", "attention": "torch"}, Kernels(SEAMS, "torch", "torch")),
-        ("llama", {}, Kernels(SEAMS, "native", "tiles")),
+        ("llama", {}, Kernels(FUSED_DECODER, "native", "tiles")),
     ],
 )
 def test_a_plan_names_what_loading_chooses(
