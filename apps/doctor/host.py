@@ -388,6 +388,9 @@ def check_age(machine: Machine, torch: str, now: datetime | None = None) -> Find
     says = "measured " + ("at an unknown time" if when is None else _ago(when.total_seconds()))
     if machine.torch != torch:
         return warn("profile", f"{says}, with torch {machine.torch or 'unknown'}; now it is {torch}", "moedge doctor")
+    if machine.is_provisional:
+        busy = f"{says}, while other programs used {machine.others:.0%} of the processors: its speeds are provisional"
+        return warn("profile", busy, "moedge doctor, when they do less; the next job does it by itself then")
     return ok("profile", says)
 
 

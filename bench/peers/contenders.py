@@ -10,7 +10,6 @@ that others used.
 from __future__ import annotations
 
 import json
-import os
 import resource
 import subprocess
 import sys
@@ -20,6 +19,8 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from moedge.offload.machine.bystanders import Bystanders
 
 if TYPE_CHECKING:
     from moedge.runtime.plan.placement import Plan
@@ -123,25 +124,6 @@ class Prepared:
     """The folder whose weights moedge will read."""
 
     reads: str
-
-
-class Bystanders:
-    """The share of the machine's CPU time that processes outside this one and its children use."""
-
-    def __init__(self) -> None:
-        self._begin = self._now()
-
-    def share(self) -> float:
-        busy, own, wall = (end - begin for end, begin in zip(self._now(), self._begin, strict=True))
-        return min(1.0, max(0.0, (busy - own) / (wall * (os.cpu_count() or 1))))
-
-    @staticmethod
-    def _now() -> tuple[float, float, float]:
-        ticks = [int(value) for value in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-        times = os.times()
-        own = times.user + times.system + times.children_user + times.children_system
-        # Without idle and waiting for disks.
-        return (sum(ticks[:3]) + sum(ticks[5:])) / os.sysconf("SC_CLK_TCK"), own, time.perf_counter()
 
 
 def repeated(task: Task, run: Callable[[Load], Ran]) -> Iterator[Timing]:

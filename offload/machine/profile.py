@@ -18,6 +18,7 @@ from platformdirs import user_state_path
 
 from ..atomic_file import own_name, write_atomically
 from ..typed_json import read_as
+from .bystanders import BUSY, is_busy
 from .hardware import Hardware, find_hardware
 
 
@@ -27,6 +28,10 @@ def _positive(value: float) -> bool:
 
 def _is_time(text: str) -> bool:
     return text == "" or bool(datetime.fromisoformat(text))
+
+
+def _is_share(number: float) -> bool:
+    return 0 <= number <= 1
 
 
 Count = Annotated[int, _positive]
@@ -137,8 +142,9 @@ class Machine:
 
     `flop_s` and `device_flop_s` are FLOP/s by weight format and number of rows. `kernel_lacks` says for each family of
     GPU kernels why it does not run; "" if it runs. `measured_at` is UTC in ISO 8601 and `torch` is torch's version;
-    both may be empty. `fused_overheads` are those of passes whose layers the library of CPU kernels computes as
-    a whole, `device_overheads` those of passes on the GPU.
+    both may be empty. `others` is the share of the processors that other programs used meanwhile: above BUSY
+    (bystanders.py), the speeds are provisional. `fused_overheads` are those of passes whose layers the library of CPU
+    kernels computes as a whole, `device_overheads` those of passes on the GPU.
     """
 
     hardware: Hardware
@@ -156,6 +162,11 @@ class Machine:
     device_overheads: Overheads | None = None
     kernel_lacks: Mapping[str, str] | None = None
     loading: LoadingRates | None = None
+    others: Annotated[float, _is_share] = 0.0
+
+    @property
+    def is_provisional(self) -> bool:
+        return self.others > BUSY
 
     def to_json(self) -> dict[str, Any]:
         """The profile as dicts, lists, strings and numbers, as `json` reads them back."""
@@ -174,7 +185,7 @@ class Machine:
         return machine
 
 
-SCHEMA = "moedge.machine/5"
+SCHEMA = "moedge.machine/6"
 # Several profiles are kept: for several disks, and for several machines that share a home folder.
 _MOST_KEPT = 8
 
@@ -187,14 +198,21 @@ def saved_path() -> Path:
 def this_machine(
     folder: Path, measure: Callable[[Hardware], Machine], again: bool = False, path: Path | None = None
 ) -> Machine:
-    """The saved profile of this hardware and of the disk of `folder`; it is measured and saved if there is none.
+    """The saved profile of this hardware and of the disk of `folder`; it is measured and saved if there is none, or
+    where others kept the machine busy when it was, and do no more.
 
     `again` measures in any case. `path` is the file that keeps the profiles, by default `saved_path()`.
     """
     hardware, path = find_hardware(folder), path or saved_path()
     saved = None if again else load_machine(hardware, path)
-    if saved is None:
+    if saved is None or (saved.is_provisional and not is_busy()):
         saved = measure(hardware)
+        if saved.is_provisional:
+            warnings.warn(
+                f"other programs used {saved.others:.0%} of the processors while this machine was measured: estimates "
+                "are provisional, and it is measured again when they do less",
+                stacklevel=2,
+            )
         try:
             save_machine(saved, path)
         except OSError as error:

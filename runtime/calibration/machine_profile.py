@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
+from ...offload.machine.bystanders import Bystanders
 from ...offload.machine.hardware import Hardware, find_hardware, nearest_existing
 from ...offload.machine.profile import Disk, DiskRead, FlopRates, Machine, load_machine, saved_path, this_machine
 from ...offload.machine.speeds import (
@@ -138,7 +139,7 @@ def _measure(folder: Path, files: Sequence[Path], hardware: Hardware) -> Machine
 
     announcement = "measuring this machine once (about 30 s): plans need its speeds"
     with stage("measuring this machine", announcement=announcement):
-        device = find_device()
+        bystanders, device = Bystanders(), find_device()
         gpu = None if device is None else usable_kernels(device, usual_needs(device))
         machine = measure_machine(folder, hardware, measure_flop_s=rates, files=files)
         # What is measured in a moment is measured in two, some seconds apart.
@@ -153,6 +154,7 @@ def _measure(folder: Path, files: Sequence[Path], hardware: Hardware) -> Machine
             # Why each family of kernels does not run on this GPU, "" if it does.
             kernel_lacks=None if gpu is None else gpu.lacks._asdict(),
             loading=loading,
+            others=round(bystanders.share(), 2),
         )
     # What measuring has left would count against the budget of the job that comes next; an engine is a circle.
     gc.collect()

@@ -264,6 +264,12 @@ def test_without_a_gpu_nothing_is_said_of_one() -> None:
     assert set(by_name(bare)) == {"disk", "memory", "CPU rates", "profile"}
 
 
+def test_a_profile_of_a_busy_machine_is_marked() -> None:
+    found = check_age(replace(MACHINE, others=0.6), MACHINE.torch)
+    assert found.verdict == Verdict.WARN
+    assert "other programs used 60% of the processors: its speeds are provisional" in found.found
+
+
 @pytest.mark.parametrize(
     ("now", "ago"),
     [

@@ -3,16 +3,19 @@
 import ctypes
 import json
 import os
+import time
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moedge.offload.machine import profile as saved
+from moedge.offload.machine.bystanders import Bystanders
 from moedge.offload.machine.hardware import Driver as NvidiaDriver
 from moedge.offload.machine.hardware import (
     GpuInfo,
@@ -109,6 +112,7 @@ def test_no_value_may_be_of_another_kind_or_out_of_range(path: tuple[Any, ...]) 
     allowed = {"direct": [True], "refused": [True], "random": [True], "nbytes": [0], "torch": ["x"]}
     allowed |= {name: [{}] for name in ("flop_s", "device_flop_s", "nf4", "int8", "kernel_lacks")}
     allowed |= {name: ["x"] for name in ("attention", "cache")}
+    allowed["others"] = [0, 0.5]
     allowed["pack_bytes_s"] = [{}, {"a": 1}]
     for wrong in (True, "x", -1, float("nan"), float("inf"), [], {}, 0, 0.5, [1], {"a": 1}):
         try:
@@ -156,6 +160,53 @@ def test_a_machine_is_measured_once_and_again_on_request(tmp_path: Path) -> None
     assert [file.name for file in path.parent.iterdir()] == ["machine.json"]
 
 
+def test_what_was_measured_on_a_busy_machine_is_measured_again_at_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads, others, path = [9.0 * (os.cpu_count() or 1)], [0.6, 0.1], tmp_path / "machine.json"
+    monkeypatch.setattr(os, "getloadavg", lambda: (loads[0], 0.0, 0.0))
+
+    def measure(hardware: Hardware) -> Machine:
+        return Machine(hardware, 1e9, others=others.pop(0))
+
+    with pytest.warns(UserWarning, match="other programs used 60% of the processors"):
+        first = this_machine(tmp_path, measure, path=path)
+    assert this_machine(tmp_path, measure, path=path) == first, "it is as busy as before"
+    loads[0] = 0.0
+    assert this_machine(tmp_path, measure, path=path).others == 0.1
+    assert this_machine(tmp_path, measure, path=path).others == 0.1, "it is not measured a third time"
+
+
+def test_what_others_and_a_hypervisor_take_counts_and_own_work_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a second on two processors: 0.5 of this process, 0.3 of its children, 0.4 of others, 0.2 stolen, 0.6 idle."""
+
+    class Times(NamedTuple):
+        user: float = 100.0
+        idle: float = 500.0
+        iowait: float = 3.0
+        steal: float = 1.0
+        guest: float = 7.0
+
+    moments = [
+        (Times(), os.times_result((1.0, 1.0, 1.0, 1.0, 0.0)), 10.0),
+        (Times(101.2, 500.5, 3.1, 1.2, 7.4), os.times_result((1.4, 1.1, 1.2, 1.1, 0.0)), 11.0),
+    ]
+    now = iter(moments)
+    current: list[Any] = []
+    monkeypatch.setattr(psutil, "cpu_times", lambda: current.append(next(now)) or current[-1][0])
+    monkeypatch.setattr(os, "times", lambda: current[-1][1])
+    monkeypatch.setattr(time, "perf_counter", lambda: current[-1][2])
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    bystanders = Bystanders()
+    assert bystanders.share() == pytest.approx((0.4 + 0.2) / 2)
+
+
+def test_the_kernels_own_numbers_give_a_share() -> None:
+    bystanders = Bystanders()
+    time.sleep(0.1)
+    assert 0 <= bystanders.share() <= 1
+
+
 @pytest.mark.parametrize(
     "change",
     [{"cpu": "another"}, {"cores": 4}, {"ram_nbytes": 1 << 35}, {"gpus": ()}, {"disk": "/dev/sdb ext4"}],
@@ -183,7 +234,7 @@ def test_a_file_cut_anywhere_or_of_another_schema_is_not_believed(tmp_path: Path
     save_machine(MACHINE, path)
     whole = path.read_bytes()
     wrong = [whole[:length] for length in range(0, len(whole), 7)]
-    wrong += [whole.replace(b"machine/5", b"machine/4"), b"[]", b"\xff\xfe", b"[" * 100_000, b'{"machines": 3}']
+    wrong += [whole.replace(b"machine/6", b"machine/5"), b"[]", b"\xff\xfe", b"[" * 100_000, b'{"machines": 3}']
     for content in wrong:
         path.write_bytes(content)
         assert load_machine(HARDWARE, path) is None
