@@ -4,6 +4,8 @@
     python -m bench.real_quality kv                      formats of keys and values, weights as they are, and in int4
     python -m bench.real_quality json --rows 200         JSON answers, free and by a grammar: how many are valid, and
                                                          which fields are right, and those of unquantized weights
+    python -m bench.real_quality executors               fused layers beside the model's own: which are nearer to the
+                                                         format's definition in float32, and by how much
     python -m bench.real_quality llama --llama-bin DIR   llama.cpp's Q8_0, Q4_K_M and Q4_0 of the same weights; DIR has
                                                          llama-quantize and llama-perplexity
 
@@ -15,19 +17,22 @@ instead.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from support.real import cases, records, rotation, smollm2, tables
 from support.real.cases import Case
 from support.real.definition import Stock
-from support.real.measure import Found, measure, perplexity
+from support.real.measure import Found, ask, measure, perplexity
 from support.real.tables import loss
 from support.real.text import FEW, WINDOW, WINDOWS, prose, same_answers
 
@@ -122,6 +127,42 @@ def print_json(model: Path, options: argparse.Namespace) -> None:
         line(case.quant, case.compute, case.kv, *valid, f"{right / fields:.1%}", f"{as_none / fields:.1%}")
 
 
+def print_executors(model: Path, options: argparse.Namespace) -> None:
+    """Rounding differs between the two, not what they mean: neither may be further from the definition than chance."""
+    stock = Stock(model)
+    head(
+        "weights", "compute", "answers as the definition: fused", "own layers", "its bf16",
+        "log-probabilities from the definition's (RMS): fused", "own layers", "perplexity: fused", "own layers",
+    )  # fmt: skip
+    for case in cases.weights_and_compute():
+        ours = [asked_by(model, case, fused, options) for fused in (True, False)]
+        wanted, in_bf16 = (
+            stock.define(case.quant, case.compute, "bf16", dtype).ask(windows, options.questions)
+            for dtype, windows in (("fp32", options.windows), ("bf16", 0))
+        )
+        same = [same_answers(each.answers, wanted.answers) for each in (*ours, in_bf16)]
+        distances = [f"{distance(each, wanted):.4f}" for each in ours]
+        line(case.quant, case.compute, *same, *distances, *(f"{each.perplexity:.4f}" for each in ours))
+
+
+def asked_by(model: Path, case: Case, fused: bool, options: argparse.Namespace) -> Found:
+    """What a case gives by fused layers, or with none: a library that is missing fuses nothing."""
+    from moedge import LLM
+
+    here = nullcontext() if fused else patch("moedge.runtime.model.fused.selftest.available", return_value=False)
+    settings: dict[str, Any] = {"max_model_len": WINDOW + 8, "rows": options.questions, **case.options}
+    with here, LLM(str(model), ram="6GiB", gpu_mem=0, **settings) as llm:
+        return ask(llm, options.windows, WINDOW, options.questions)
+
+
+def distance(a: Found, b: Found) -> float:
+    """The root mean square of the differences of log-probabilities."""
+    pairs = [
+        pair for mine, theirs in zip(a.logprobs, b.logprobs, strict=True) for pair in zip(mine, theirs, strict=True)
+    ]
+    return math.sqrt(sum((x - y) ** 2 for x, y in pairs) / len(pairs))
+
+
 def print_llama(model: Path, options: argparse.Namespace) -> None:
     """Of each window the second half is scored, as llama-perplexity does, by llama.cpp and by moedge."""
     head("engine", "weights", "perplexity of second halves", "against its own bf16")
@@ -167,7 +208,9 @@ def searched(pattern: re.Pattern[str], text: str) -> str:
     return found[1]
 
 
-TABLES = {"weights": print_weights, "kv": print_kv, "json": print_json, "llama": print_llama}
+TABLES = {
+    "weights": print_weights, "kv": print_kv, "json": print_json, "executors": print_executors, "llama": print_llama,
+}  # fmt: skip
 
 
 def main() -> None:
