@@ -51,11 +51,8 @@ def machine(tmp_path: Path) -> Path:
     return tmp_path / "box.json"
 
 
-def test_budgets_for_a_machine_are_planned_explained_refused_and_written_down(
-    said: Said, config_only: Path, machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The session of a person with an 8 GiB card, from two plans with --explain to a moedge.toml."""
-    monkeypatch.chdir(tmp_path)
+def test_budgets_for_a_machine_are_planned_and_explained(said: Said, config_only: Path, machine: Path) -> None:
+    """The session of a person with an 8 GiB card, from a plan with --explain to a moedge.toml: first the plan."""
     model = ["plan", config_only, "--machine", machine]
     code, text = said(*model, "--gpu-mem", "7GiB", "--ram", "12GiB", "--disk", "40GiB", "--explain", "--quant", "nf4")
     assert code == 0
@@ -70,6 +67,14 @@ def test_budgets_for_a_machine_are_planned_explained_refused_and_written_down(
     assert disk is not None
     assert 0 < int(disk[2]) < 50
     assert re.search(r"\+\d+ GiB ram [\d,.]+ tok/s, [\d.]+x", text), "the cheapest way up"
+
+
+def test_budgets_for_a_machine_are_refused_or_written_down(
+    said: Said, config_only: Path, machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_curves: None
+) -> None:
+    """The same session: what does not fit, and the moedge.toml."""
+    monkeypatch.chdir(tmp_path)
+    model = ["plan", config_only, "--machine", machine]
     code, text = said(*model, "--gpu-mem", "7GiB", "--ram", "6GiB", "--disk", "6GiB", "--quant", "nf4")
     assert code == 4
     assert re.search(r"prepared weights of [\d.]+ GiB do not fit the 6\.00 GiB that --disk .*give --disk \d+MiB", text)
