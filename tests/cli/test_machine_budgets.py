@@ -6,8 +6,6 @@ The machine is a recorded profile: 8 GiB of GPU memory behind 22 GB/s, 32 GiB of
 
 import json
 import re
-import subprocess
-import sys
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,6 +20,7 @@ from moedge.runtime.jobs import job_plan
 from moedge.runtime.plan import presets
 from moedge.runtime.settings import settings
 from support import recorded_machine
+from support.forked import forked
 from support.recorded_machine import CONFIG, GIB, RECORDED
 
 Cli = Callable[..., int]
@@ -209,5 +208,7 @@ def test_a_saved_plan_runs_while_what_it_uses_is_there(
     assert cli("batch", model, rows, "-o", tmp_path / "short.jsonl", "--plan", saved, "--ram", short) == 4
     assert "are granted now" in " ".join(capsys.readouterr().err.split())
     # In a process of its own: this one holds what other tests loaded.
-    batch = [sys.executable, "-m", "moedge", "batch", model, rows, "-o", tmp_path / "out.jsonl", "--plan", saved]
-    assert subprocess.run([*map(str, batch), "--ram", enough], check=False).returncode == 0
+    batch = ["batch", model, rows, "-o", tmp_path / "out.jsonl", "--plan", saved, "--ram", enough]
+    with forked(batch, tmp_path) as process:
+        said = process.stderr.read()
+    assert process.wait() == 0, said

@@ -116,7 +116,7 @@ def serve() -> None:
 
 
 def import_what_was_imported() -> None:
-    """What the last command has imported, the next ones have from the beginning; some modules are made, not imported."""
+    """What the last command has imported, the next ones have from the beginning. Some modules cannot be imported."""
     names = IMPORTED.read_text().split("\n") if IMPORTED.exists() else []
     for name in (name for name in names if name not in sys.modules):
         with contextlib.suppress(Exception):
