@@ -141,7 +141,8 @@ CODED = [name for name in KV_FORMATS if "int" in name]
 CODED_VARIANTS = ("small passes", "tight, blocks of 16", "tight, no sharing", "tight, parked")
 
 
-@pytest.mark.sample("qwen3_moe-fp32")
+@pytest.mark.sample("qwen3_moe-fp32-2 layers")
+@pytest.mark.parametrize("sizes", [{"num_hidden_layers": 2}, {}], ids=["2 layers", "all layers"])
 @pytest.mark.parametrize(
     ("family", "kv"),
     [
@@ -156,9 +157,9 @@ CODED_VARIANTS = ("small passes", "tight, blocks of 16", "tight, no sharing", "t
     ],
 )
 def test_tokens_do_not_depend_on_the_cache(
-    family: str, kv: str, checkpoint: Callable[[str], Path], stock: Callable[[Path], Any]
+    family: str, kv: str, sizes: dict[str, int], checkpoint: Callable[..., Path], stock: Callable[[Path], Any]
 ) -> None:
-    with open_source(str(checkpoint(family))) as source:
+    with open_source(str(checkpoint(family, **sizes))) as source:
         wanted, engine = generate(source, kv, AMPLE)
         ample = mean_sequences(engine)
         check_happened(AMPLE, engine, ample)
@@ -175,7 +176,7 @@ def test_tokens_do_not_depend_on_the_cache(
     greedy = [wanted[0], *wanted[1 + SAMPLES :]]
     assert len({tuple(row) for row in wanted}) == len(wanted), "equal rows show nothing"
     if kv == "fp32":
-        model = stock(checkpoint(family))
+        model = stock(checkpoint(family, **sizes))
         for row, prompt in zip(greedy, prompts(), strict=True):
             # An end of sequence is a token like others; the least number of new tokens would keep it from being chosen.
             stock_ids = model.generate(
