@@ -17,7 +17,6 @@ from support.device import host_cost as costs
 from support.device import tiny_engine as tiny
 from support.stream import seeded_bugs
 
-
 # Families whose layers are all alike: two of them do what more would.
 ALIKE = {"qwen3_moe", "mixtral", "llama", "granitemoe", "olmoe", "gpt_oss"}
 
