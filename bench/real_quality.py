@@ -130,19 +130,21 @@ def print_json(model: Path, options: argparse.Namespace) -> None:
 def print_executors(model: Path, options: argparse.Namespace) -> None:
     """Rounding differs between the two, not what they mean: neither may be further from the definition than chance."""
     stock = Stock(model)
+    names = "fused", "own layers", "definition in bf16"
     head(
-        "weights", "compute", "answers as the definition: fused", "own layers", "its bf16",
-        "log-probabilities from the definition's (RMS): fused", "own layers", "perplexity: fused", "own layers",
+        "weights", "compute", *(f"answers as the definition: {name}" for name in names),
+        *(f"log-probabilities, RMS from the definition's: {name}" for name in names), "perplexity: definition", *names,
     )  # fmt: skip
     for case in cases.weights_and_compute():
         ours = [asked_by(model, case, fused, options) for fused in (True, False)]
         wanted, in_bf16 = (
-            stock.define(case.quant, case.compute, "bf16", dtype).ask(windows, options.questions)
-            for dtype, windows in (("fp32", options.windows), ("bf16", 0))
+            stock.define(case.quant, case.compute, "bf16", dtype).ask(options.windows, options.questions)
+            for dtype in ("fp32", "bf16")
         )
-        same = [same_answers(each.answers, wanted.answers) for each in (*ours, in_bf16)]
-        distances = [f"{distance(each, wanted):.4f}" for each in ours]
-        line(case.quant, case.compute, *same, *distances, *(f"{each.perplexity:.4f}" for each in ours))
+        found = [*ours, in_bf16]
+        same = [same_answers(each.answers, wanted.answers) for each in found]
+        distances = [f"{distance(each, wanted):.4f}" for each in found]
+        line(case.quant, case.compute, *same, *distances, *(f"{each.perplexity:.4f}" for each in (wanted, *found)))
 
 
 def asked_by(model: Path, case: Case, fused: bool, options: argparse.Namespace) -> Found:
