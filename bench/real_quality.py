@@ -47,11 +47,10 @@ PERPLEXITY = re.compile(r"Final estimate: PPL = ([\d.]+)")
 
 
 def run(model: Path, some: list[Case], options: argparse.Namespace) -> Iterator[tuple[Case, Found]]:
-    with tempfile.TemporaryDirectory() as scratch:
-        for case, found in measure(model, some, Path(scratch), options.windows, options.questions).items():
-            if isinstance(found, str):
-                raise SystemExit(f"{case.title}: {found}")
-            yield case, found
+    for case, found in measure(model, some, options.windows, options.questions):
+        if isinstance(found, str):
+            raise SystemExit(f"{case.title}: {found}")
+        yield case, found
 
 
 def head(*names: str) -> None:
