@@ -26,6 +26,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 from unittest.mock import patch
 
@@ -132,7 +133,8 @@ def print_executors(model: Path, options: argparse.Namespace) -> None:
     names = "fused", "own layers", "definition in bf16"
     head(
         "weights", "compute", *(f"answers as the definition: {name}" for name in names),
-        *(f"log-probabilities, RMS from the definition's: {name}" for name in names), "perplexity: definition", *names,
+        *(f"log-probabilities, mean distance: {name}" for name in names),
+        *(f"fused less {name}" for name in names[1:]), "perplexity: definition", *names,
     )  # fmt: skip
     for case in cases.weights_and_compute():
         ours = [asked_by(model, case, fused, options) for fused in (True, False)]
@@ -142,8 +144,10 @@ def print_executors(model: Path, options: argparse.Namespace) -> None:
         )
         found = [*ours, in_bf16]
         same = [same_answers(each.answers, wanted.answers) for each in found]
-        distances = [f"{distance(each, wanted):.4f}" for each in found]
-        line(case.quant, case.compute, *same, *distances, *(f"{each.perplexity:.4f}" for each in (wanted, *found)))
+        distances = [distance(each, wanted) for each in found]
+        less = [f"{mean(pair):+.4f} ± {error(pair):.4f}" for pair in (subtract(distances[0], d) for d in distances[1:])]
+        means = [f"{mean(each):.4f}" for each in distances]
+        line(case.quant, case.compute, *same, *means, *less, *(f"{each.perplexity:.4f}" for each in (wanted, *found)))
 
 
 def asked_by(model: Path, case: Case, fused: bool, options: argparse.Namespace) -> Found:
@@ -156,12 +160,21 @@ def asked_by(model: Path, case: Case, fused: bool, options: argparse.Namespace) 
         return ask(llm, options.windows, WINDOW, options.questions)
 
 
-def distance(a: Found, b: Found) -> float:
-    """The root mean square of the differences of log-probabilities."""
-    pairs = [
-        pair for mine, theirs in zip(a.logprobs, b.logprobs, strict=True) for pair in zip(mine, theirs, strict=True)
+def distance(a: Found, b: Found) -> list[float]:
+    """The mean absolute difference of log-probabilities in each window: squares would show its few largest alone."""
+    return [
+        mean([abs(x - y) for x, y in zip(mine, theirs, strict=True)])
+        for mine, theirs in zip(a.logprobs, b.logprobs, strict=True)
     ]
-    return math.sqrt(sum((x - y) ** 2 for x, y in pairs) / len(pairs))
+
+
+def subtract(a: list[float], b: list[float]) -> list[float]:
+    return [x - y for x, y in zip(a, b, strict=True)]
+
+
+def error(values: list[float]) -> float:
+    """The standard error of their mean."""
+    return stdev(values) / math.sqrt(len(values))
 
 
 def print_llama(model: Path, options: argparse.Namespace) -> None:
