@@ -17,9 +17,6 @@ from support.device import host_cost as costs
 from support.device import tiny_engine as tiny
 from support.stream import seeded_bugs
 
-# Mixtures whose layers are all alike: two of them do what more would.
-ALIKE = {"qwen3_moe", "mixtral", "granitemoe", "olmoe", "gpt_oss"}
-
 
 @pytest.fixture(scope="session")
 def fakes() -> ModuleType:
@@ -50,18 +47,17 @@ def tiny_engine() -> ModuleType:
 def case(
     checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory, tiny_engine: ModuleType
 ) -> Iterator[Callable[..., Any]]:
-    """`case(family, quant)` is a tiny model with a store, made once a session; `whole` has all its layers."""
-    made: dict[tuple[str, str, bool], Any] = {}
+    """`case(family, quant)` is a tiny model with a store, made once a session."""
+    made: dict[tuple[str, str], Any] = {}
     with ExitStack() as opened:
 
-        def make(family: str, quant: str = "none", whole: bool = False) -> Any:
-            if (family, quant, whole) not in made:
-                sizes = {"num_hidden_layers": 2} if family in ALIKE and not whole else {}
-                source = opened.enter_context(open_source(str(checkpoint(family, **sizes))))
+        def make(family: str, quant: str = "none") -> Any:
+            if (family, quant) not in made:
+                source = opened.enter_context(open_source(str(checkpoint(family))))
                 store = tmp_path_factory.mktemp("store") / family
                 prepare(source, store, quant, "fp32", Budgets())
-                made[family, quant, whole] = tiny_engine.Case(source, store, tiny_engine.exact(quant))
-            return made[family, quant, whole]
+                made[family, quant] = tiny_engine.Case(source, store, tiny_engine.exact(quant))
+            return made[family, quant]
 
         yield make
 

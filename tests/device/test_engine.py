@@ -60,7 +60,7 @@ def test_disk_host_and_device_work_as_three_tiers(
     """With a short ring there is room to stage some of the tiny model's experts, so that one stream has both kinds."""
     monkeypatch.setattr(placement, "RING_EXPERTS", ring_experts)
     fake = fakes.FakeDevice(ring_experts)
-    tiny = case("qwen3_moe", whole=True)
+    tiny = case("qwen3_moe")
     plan = tiny.three_tiers(fake.device)
     ran = check(tiny, fake, plan)
     assert 0 < ran.from_disk < ran.to_device
