@@ -32,6 +32,11 @@ class Bystanders:
         return sum(of_all) - waiting - guests, own, time.perf_counter()
 
 
-def is_busy() -> bool:
-    """Whether programs have kept more than BUSY of the processors at work in the last minute."""
-    return os.getloadavg()[0] > BUSY * (os.cpu_count() or 1)
+def is_busy(seconds: float = 0.25) -> bool:
+    """Whether programs keep more than BUSY of the processors at work now, during so many seconds.
+
+    The load of the last minute would count what this program's own last run did.
+    """
+    bystanders = Bystanders()
+    time.sleep(seconds)
+    return bystanders.share() > BUSY

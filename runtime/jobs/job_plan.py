@@ -162,13 +162,14 @@ def plan_job(
     """The best plan within `budget`, which `budgets` came to on this machine; or the plan in the file `saved`.
 
     Kernels of the CPU that are wrong on this model's widths are not used (loading/selftest.py). A machine without a
-    profile is measured first where the job or its loading is long. Raises DoesNotFit, SettingError.
+    profile, or with one that was measured beside other programs, is measured first where the job or its loading is
+    long. Raises DoesNotFit, SettingError.
     """
     machine, settings = _Machine.here(budgets), source.settle(settings)
     located = _Located(source.name, source.shape, source.weights, source.store is not None)
     on_disk = _with_disk(budget, budgets, settings, located)
     result = _solve(machine.request(source.shape, settings, on_disk, workload), saved)
-    if machine.profile is None and (
+    if (machine.profile is None or machine.profile.is_provisional) and (
         result.prediction.total_s > LONG_SECONDS or result.prediction.loading_s > LONG_LOADING_SECONDS
     ):
         measured = machine.measured(budgets, source.weights)

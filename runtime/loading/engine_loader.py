@@ -119,10 +119,9 @@ def bind_zeros(layer: LayerAssembly, nbytes: int, torch_device: torch.device) ->
 def make_compute(shape: ModelShape, plan: Plan, torch_device: torch.device) -> ParallelMatmul:
     """The products that the plan names, with their scratch and threads."""
     sizes = (shape, plan.quant, plan.dtype, plan.deterministic)
-    # Experts are computed in parallel, and so are the strips of deterministic products; a dense model's other products
-    # use all threads each. A device is one queue of work, which more threads would not fill faster.
-    shared = plan.deterministic or any(layer.experts for layer in shape.layers)
-    helpers = num_workers() - 1 if shared and torch_device.type == "cpu" else 0
+    # Threads share tiles of products, experts and strips. A device is one queue of work, which more threads would not
+    # fill faster.
+    helpers = num_workers() - 1 if torch_device.type == "cpu" else 0
     grouped = None
     if plan.grouped_experts:
         from ...quant.kernels.product import GroupedProduct

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from support.real import cases
 from support.real.cases import Case
 from support.real.definition import Stock
 from support.real.measure import Found, measure
@@ -66,10 +67,12 @@ def found(request: pytest.FixtureRequest) -> Iterator[FoundOf]:
     params = [each.params for item in request.session.items if (each := getattr(item, "callspec", None))]
     asked = dict.fromkeys((each["name"], each["case"]) for each in params if "case" in each)
     results: dict[tuple[str, Case], Future[Found | str]] = {}
+    # Those that are in no table.
+    brief = set(cases.cover()).difference(cases.weights_and_compute())
 
     def run(name: str, some: list[Case]) -> None:
         try:
-            for case, each in measure(MODELS[name](), some, NUM_WINDOWS, FEW):
+            for case, each in measure(MODELS[name](), some, NUM_WINDOWS, FEW, brief):
                 results[name, case].set_result(each)
         except BaseException as error:
             for case in some:

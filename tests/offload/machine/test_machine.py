@@ -163,8 +163,8 @@ def test_a_machine_is_measured_once_and_again_on_request(tmp_path: Path) -> None
 def test_what_was_measured_on_a_busy_machine_is_measured_again_at_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loads, others, path = [9.0 * (os.cpu_count() or 1)], [0.6, 0.1], tmp_path / "machine.json"
-    monkeypatch.setattr(os, "getloadavg", lambda: (loads[0], 0.0, 0.0))
+    busy, others, path = [0.9], [0.6, 0.1], tmp_path / "machine.json"
+    monkeypatch.setattr(Bystanders, "share", lambda self: busy[0])
 
     def measure(hardware: Hardware) -> Machine:
         return Machine(hardware, 1e9, others=others.pop(0))
@@ -172,7 +172,7 @@ def test_what_was_measured_on_a_busy_machine_is_measured_again_at_rest(
     with pytest.warns(UserWarning, match="other programs used 60% of the processors"):
         first = this_machine(tmp_path, measure, path=path)
     assert this_machine(tmp_path, measure, path=path) == first, "it is as busy as before"
-    loads[0] = 0.0
+    busy[0] = 0.0
     assert this_machine(tmp_path, measure, path=path).others == 0.1
     assert this_machine(tmp_path, measure, path=path).others == 0.1, "it is not measured a third time"
 

@@ -37,12 +37,14 @@ FEW = Workload(4, 40, 40, 4 * 32, 4 * 8)
 
 @pytest.fixture
 def planned(checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., bool]:
-    """Whether the machine, which has no profile, is measured for a job of a model of so many layers of 400 MB."""
-    unmeasured = job_plan._Machine(HARDWARE, None)
-    monkeypatch.setattr(job_plan._Machine, "here", lambda budgets: unmeasured)
+    """Whether the machine, which has no profile or the given one, is measured for a job of a model of so many layers of
+    400 MB."""
+    known: list[Machine | None] = []
+    monkeypatch.setattr(job_plan._Machine, "here", lambda budgets: job_plan._Machine(HARDWARE, known.pop()))
     monkeypatch.setattr(job_plan._Machine, "measured", lambda self, *_: replace(self, profile=MEASURED))
 
-    def plan(num_layers: int, ram: int) -> bool:
+    def plan(num_layers: int, ram: int, profile: Machine | None = None) -> bool:
+        known.append(profile)
         with open_source(str(checkpoint("qwen3_moe"))) as source:
             large = replace(source, shape=plain_model(num_layers=num_layers))
             budgets = Budgets(disk_dir=tmp_path)
@@ -58,6 +60,14 @@ def test_the_machine_is_measured_before_a_job_whose_model_takes_long_to_load(pla
     assert planned(32, 24 * GIB)
     assert planned(32, 4 * GIB)
     assert not planned(2, 24 * GIB)
+
+
+def test_a_machine_that_was_measured_beside_others_is_measured_again_before_a_long_job(
+    planned: Callable[..., bool],
+) -> None:
+    assert planned(32, 24 * GIB, replace(MEASURED, others=0.9))
+    assert not planned(32, 24 * GIB, replace(MEASURED, others=0.1))
+    assert not planned(2, 24 * GIB, replace(MEASURED, others=0.9))
 
 
 def test_a_checkpoint_is_read_as_fast_as_older_files() -> None:

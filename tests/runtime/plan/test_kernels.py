@@ -6,9 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from moedge.quant.native import library
-from moedge.runtime.loading.engine_loader import load_engine
+from moedge.runtime.loading import engine_loader
+from moedge.runtime.loading.engine_loader import load_engine, make_compute
 from moedge.runtime.plan.kernels import FUSED_DECODER, FUSED_LAYERS, SEAMS, Kernels, planned_kernels
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan
@@ -40,3 +42,15 @@ def test_a_plan_names_what_loading_chooses(
         assert planned_kernels(plan, source.shape) == wanted
         with closing(load_engine(source, plan)) as loaded:
             assert loaded.kernels(plan) == wanted
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama"])
+def test_products_are_shared_by_all_threads(
+    family: str, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of experts and of dense layers, whose rates (`runtime/calibration/pass_rates.py`) are those of all threads."""
+    monkeypatch.setattr(engine_loader, "num_workers", lambda: 3)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    with open_source(str(checkpoint(family, **SIZES))) as source:
+        plan = make_plan(source.shape, replace(INT4, compute="float"), MemoryBudget(4 << 30), Workload(8, 64))
+        assert make_compute(source.shape, plan, torch.device("cpu")).num_workers == 3

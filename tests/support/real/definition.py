@@ -44,21 +44,20 @@ class Stock:
     def define(self, quant: str, compute: str, packed_from: str, dtype: str) -> Definition:
         """The model in `dtype` with weights packed in `quant` from `packed_from`, the dtype that a job has.
 
-        The model is one: a definition counts until the next is made.
+        Frequencies of positions, which are no parameters, stay in float32, as transformers loads a model in bf16. The
+        model is one: a definition counts until the next is made.
         """
-        self.model.to(torch.float32)
         linears = [module for module in self.model.modules() if isinstance(module, nn.Linear)]
         for module in linears:
             module._forward_pre_hooks.clear()
             module._forward_hooks.clear()
         for name, parameter in self.model.named_parameters():
-            parameter.data = self._parameters[name].to(DTYPES[packed_from]).float()
+            parameter.data = self._parameters[name].to(DTYPES[packed_from]).to(DTYPES[dtype])
         for name, module in self._linears:
             weight = self._parameters[f"{name}.weight"].to(DTYPES[packed_from])
-            module.weight.data = rounded_to(weight, quant).float()
+            module.weight.data = rounded_to(weight, quant).to(DTYPES[dtype])
             if compute == "int8":
                 module.register_forward_pre_hook(lambda _, given: (round_activations(given[0]), *given[1:]))
-        self.model.to(DTYPES[dtype])
         if dtype == "bf16":
             for module in linears:
                 sum_in_float32(module)

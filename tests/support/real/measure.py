@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,9 @@ from support.real.cases import Case
 from support.real.text import ANSWER, FEW, QUESTIONS, WINDOW, WINDOWS, windows
 
 ROOT = Path(__file__).parents[3]
-# One window of so many tokens and so few questions for the interpreter of Triton's kernels, a thousand times slower,
+# One window of so many tokens and so few questions for the interpreter of Triton's kernels, a thousand times slower;
 # and a window and some questions for torch's products in bf16, which are slow where a processor has no such products.
-FEW_TOKENS, FEW_QUESTIONS, SOME_QUESTIONS = 128, 4, 8
+FEW_TOKENS, FEW_QUESTIONS, SOME_QUESTIONS = 64, 2, 8
 
 
 def perplexity(logprobs: Iterable[list[float]]) -> float:
@@ -81,14 +81,22 @@ def size(case: Case, num_windows: int, num_questions: int) -> tuple[int, int, in
 
 
 def measure(
-    model: Path, cases: Iterable[Case], num_windows: int = WINDOWS, num_questions: int = FEW
+    model: Path,
+    cases: Iterable[Case],
+    num_windows: int = WINDOWS,
+    num_questions: int = FEW,
+    brief: Container[Case] = (),
 ) -> Iterator[tuple[Case, Found | str]]:
-    """What each case gives, or the error it ends with, as soon as it is there. One process an instruction set."""
+    """What each case gives, or the error it ends with, as soon as it is there. One process an instruction set.
+
+    `brief` cases have half as many windows and questions.
+    """
     by_isa: dict[str, list[Case]] = {}
     for case in cases:
         by_isa.setdefault(case.isa, []).append(case)
     for isa, left in by_isa.items():
-        asked = [[case.options, *size(case, num_windows, num_questions)] for case in left]
+        shares = ((case, 2 if case in brief else 1) for case in left)
+        asked = [[case.options, *size(case, num_windows // part, num_questions // part)] for case, part in shares]
         environment = os.environ | {
             "MOEDGE_ISA": isa,
             "TRITON_INTERPRET": "1",
