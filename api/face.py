@@ -4,8 +4,6 @@ An application (`apps/`) imports these names, those of `moedge` and, in its comm
 else (tests/house/test_apps.py). A name is imported when it is used.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
     )
     from .offload.machine.profile import SCHEMA, FlopRates, Machine, saved_path
     from .offload.memory import Heap, MemoryGroup, host_available, host_total, memory_groups, reset_host_peak
-    from .offload.store.stores import default_root, disk_of, stores
+    from .offload.store.stores import default_root, disk_free, disk_of, stores
     from .quant.formats.format import QUANT_FORMATS
     from .runtime.calibration.machine_profile import machine_profile, measure_cache_reads, saved_profile
     from .runtime.engine.engine import Engine, Metrics
@@ -140,6 +138,7 @@ _MODULES = {
     # Prepared weights on disk, and how well past runs were predicted.
     "PastRun": ".runtime.plan.plan_file",
     "default_root": ".offload.store.stores",
+    "disk_free": ".offload.store.stores",
     "disk_of": ".offload.store.stores",
     "last_runs": ".runtime.plan.plan_file",
     "stores": ".offload.store.stores",
@@ -333,6 +332,7 @@ __all__ = [
     "counted",
     "cpu_kernels",
     "default_root",
+    "disk_free",
     "disk_of",
     "dotted",
     "duration",

@@ -1,7 +1,5 @@
 """Writes a file that appears under its name complete and synced to disk, or not at all. Does not know its contents."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Self

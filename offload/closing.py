@@ -1,7 +1,5 @@
 """A base class of what is closed when the block ends that opened it."""
 
-from __future__ import annotations
-
 from typing import Self
 
 

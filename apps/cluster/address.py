@@ -1,7 +1,5 @@
 """Whether Ray is installed, and a cluster answers at an address: asked before a job's rows are read. Torch-free."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -5,8 +5,6 @@ Chunks are substrings: those of a text cover it, each is at most `limit` long by
 knows its offsets and its pages. Cuts are chosen greedily: the best kind of boundary in the last part of what fits.
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, Self
 
 from .readers.content import Content, ReadCode
 
@@ -36,7 +34,7 @@ class Document:
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, source: str, sha256: str, content: Content) -> Document:
+    def of(cls, source: str, sha256: str, content: Content) -> Self:
         text = PAGE_BREAK.join(content.pages)
         starts = accumulate((len(page) + len(PAGE_BREAK) for page in content.pages[:-1]), initial=0)
         pages = tuple(starts) if content.paged else ()

@@ -200,7 +200,7 @@ class DocumentJob:
     def _count(self, before: IndexedEntries) -> None:
         """Counts what is new since the index before."""
         report, known = self.report, 0
-        for entry in self._indexed():
+        for entry in read_entries(self.index):
             digest = before.sha256(entry.source)
             known += digest is not None
             report.new += digest is None
@@ -254,7 +254,7 @@ class DocumentJob:
         texts = TextCache(self._request.cache or self._paths.texts, self._request.reading)
         table = DocumentTable(self._question, self._merger, self.rounds.answers(), texts, made_by)
         names = schema_fields(self._question.schema) or ()
-        for entry in self._indexed():
+        for entry in read_entries(self.index):
             rows = table.rows(entry)
             if rows is None:
                 self.totals.pending += 1
@@ -264,7 +264,7 @@ class DocumentJob:
     def _mirror(self) -> Mirror | None:
         if self._request.mirror is None:
             return None
-        sources = (each.source for each in self._indexed() if each.error is None)
+        sources = (each.source for each in read_entries(self.index) if each.error is None)
         return Mirror(self._request.mirror, self._paths.mirrored, sources)
 
     def _read(self, files: Sequence[FoundFile]) -> Iterator[tuple[int, Document | UnreadDocument]]:
@@ -272,10 +272,6 @@ class DocumentJob:
         cache = request.cache or self._paths.texts
         members = self._paths.members
         return read_as_completed(folder, members, enumerate(files), request.reading, cache, request.workers, Event())
-
-    def _indexed(self) -> Iterator[Entry]:
-        """The entries of the documents that were read."""
-        return read_entries(self.index)
 
     def _split(self, found: Document | UnreadDocument) -> tuple[Entry, list[AskedRow]]:
         """The entry of a document, and the rows that ask about its chunks."""
@@ -320,7 +316,7 @@ class DocumentJob:
         return split(document.text, limit, self._tokens.text, overlap=overlap, page_starts=document.page_starts)
 
     def _merges(self, answers: RowAnswers) -> Iterator[dict[str, Any]]:
-        for entry in self._indexed():
+        for entry in read_entries(self.index):
             if entry.error is None and len(entry.chunks) > 1:
                 found = self._merger.advance(entry, answers)
                 if isinstance(found, Missing):

@@ -206,7 +206,7 @@ class Entry:
     @property
     def key(self) -> str:
         """Identifies the document by its path and its bytes."""
-        return document_key(self.source, self.sha256)
+        return blake2b(f"{self.sha256}:{self.source}".encode(), digest_size=10).hexdigest()
 
     def pages(self, first: int, last: int) -> tuple[int, int] | None:
         """The pages of the chunks `first` to `last`, counted from 0."""
@@ -215,10 +215,6 @@ class Entry:
 
     def dumped(self) -> bytes:
         return json.dumps(asdict(self), separators=(",", ":")).encode()
-
-
-def document_key(source: str, sha256: str) -> str:
-    return blake2b(f"{sha256}:{source}".encode(), digest_size=10).hexdigest()
 
 
 def row_id(key: str, level: int, index: int) -> str:
@@ -247,13 +243,6 @@ class IndexedEntries:
     def __len__(self) -> int:
         return len(self._offsets)
 
-    def get(self, source: str) -> bytes | None:
-        begin = self._offsets.find(source)
-        if begin is None or self._file is None:
-            return None
-        self._file.seek(begin)
-        return self._file.readline()
-
     def _lines(self) -> Iterator[tuple[str, int]]:
         begin = 0
         for line in self._file or ():
@@ -262,8 +251,11 @@ class IndexedEntries:
 
     def sha256(self, source: str) -> str | None:
         """The hash of the file; "" for one that could not be read, None for one that was not there."""
-        line = self.get(source)
-        return None if line is None else str(json.loads(line)["sha256"])
+        begin = self._offsets.find(source)
+        if begin is None or self._file is None:
+            return None
+        self._file.seek(begin)
+        return str(json.loads(self._file.readline())["sha256"])
 
     def close(self) -> None:
         if self._file is not None:

@@ -1,13 +1,11 @@
 """Handles signals that stop a job: at once while no rows run, after the pass while rows run."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 from ...offload.errors import ExitCode
 
@@ -46,7 +44,7 @@ class StopSignals:
         finally:
             self._deferred = False
 
-    def __enter__(self) -> StopSignals:
+    def __enter__(self) -> Self:
         # Ignored signals stay ignored: nohup keeps a job alive this way.
         caught = [number for number in _CODES if signal.getsignal(number) is not signal.SIG_IGN]
         self._before = {number: signal.signal(number, self._handle) for number in caught}

@@ -19,7 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from ..atomic_file import TEMPORARY_SUFFIX, sync_folder, write_atomically
+from ..atomic_file import TEMPORARY_SUFFIX, sync_folder
 from ..checkpoint.header import ITEM_BITS
 from ..errors import BadStore, FolderRefused, StoreInUse, is_exhausted
 
@@ -316,9 +316,6 @@ class Manifest:
         if self.sources:
             content["sources"] = [[each.path, each.nbytes, each.mtime_ns] for each in self.sources]
         return canonical(content | {"crc32": _hex(zlib.crc32(canonical(content)))}) + b"\n"
-
-    def save(self, path: Path) -> None:
-        write_atomically(path, self.encode())
 
 
 def read_manifest(path: Path) -> Manifest:

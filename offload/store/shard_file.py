@@ -3,8 +3,6 @@
 A file is checked against its record when it is opened, a shard when it is read. Knows bytes, not what they are for.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import math
@@ -120,8 +118,8 @@ def _extents(path: Path, descriptor: int, entry: TensorEntry, record: FileRecord
         yield ShardExtent(path, entry.name, index, descriptor, entry.begin + index * nbytes, nbytes, crc)
 
 
-def read_shard(extent: ShardExtent, target: memoryview, check: bool = False) -> None:
-    """Reads a shard into `target`, of its size. With `check`, raises BadStore if its CRC32 differs.
+def read_shard(extent: ShardExtent, target: memoryview) -> None:
+    """Reads a shard into `target`, of its size. Raises BadStore if its CRC32 differs.
 
     Bytes between the parts of a linked shard stay as they are.
     """
@@ -129,8 +127,8 @@ def read_shard(extent: ShardExtent, target: memoryview, check: bool = False) -> 
     for part in extent.parts:
         into = target[part.begin : part.begin + part.nbytes]
         _read_part(extent, part, into)
-        crc = zlib.crc32(into, crc) if check else 0
-    if check and crc != extent.crc32:
+        crc = zlib.crc32(into, crc)
+    if crc != extent.crc32:
         raise BadStore(damage(extent))
 
 

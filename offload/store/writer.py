@@ -3,8 +3,6 @@
 Knows how layers, the head and resident tensors are laid out in files; receives packed bytes, not their meaning.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
@@ -14,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..atomic_file import rename
+from ..atomic_file import rename, write_atomically
 from ..closing import Closing
 from ..errors import DiskFull
 from .manifest import (
@@ -113,7 +111,7 @@ class StoreWriter(Closing):
         if missing:
             raise ValueError(f"{missing[0]} was not written, but a later layer was")
         with self._or_disk_full(PROGRESS, len(self._manifest(extra).encode())):
-            self._save_progress(extra)
+            write_atomically(self.folder / PROGRESS, self._manifest(extra).encode())
             rename(self.folder / PROGRESS, self.folder / MANIFEST)
 
     def close(self) -> None:
@@ -141,10 +139,7 @@ class StoreWriter(Closing):
             self._unchecked.pop(name, None)
             self._done[name] = record
             self.nbytes_written += record.nbytes
-            self._save_progress({})
-
-    def _save_progress(self, extra: Mapping[str, Any]) -> None:
-        self._manifest(extra).save(self.folder / PROGRESS)
+            write_atomically(self.folder / PROGRESS, self._manifest({}).encode())
 
     def _manifest(self, extra: Mapping[str, Any]) -> Manifest:
         return replace(self._empty, files=(*self._unchecked.values(), *self._done.values()), extra=extra)

@@ -3,14 +3,12 @@
 Torch-free, because the planner needs layouts before any tensor exists. Knows sizes, not values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, product, repeat
 from math import prod
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 
 class DType(NamedTuple):
@@ -193,7 +191,7 @@ class WeightFormat:
         """The bytes of the buffer for a matrix of this shape and dtype, including the alignment of planes."""
         return self.layout(shape, dtype).nbytes
 
-    def in_order(self, order: str) -> WeightFormat:
+    def in_order(self, order: str) -> Self:
         """The same format with codes in another order. Raises FormatError for an order that these codes do not have."""
         if order not in (ROWS, *self.orders):
             raise FormatError(f"Order {order!r} was found; codes of {self.name} lie in order {self.order!r}.")

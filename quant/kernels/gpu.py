@@ -1,11 +1,9 @@
 """What kernels are chosen by: a GPU, and which families of Triton kernels run on it. Torch-free and Triton-free."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 # The oldest compute capability that Triton compiles for.
 OLDEST_CAPABILITY = (7, 5)
@@ -25,7 +23,7 @@ class Lacks(NamedTuple):
     experts: str = ""
 
     @classmethod
-    def everything(cls, reason: str) -> Lacks:
+    def everything(cls, reason: str) -> Self:
         """No family can run, for one reason."""
         return cls(reason, reason, reason)
 

@@ -3,8 +3,6 @@
 The only file that knows which measurements make up a profile.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """The state of a job, read from its folder without disturbing whoever works on it, and what can be done to it from
 outside. Torch-free."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,7 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from platformdirs import user_state_path
 
@@ -60,7 +58,7 @@ class JobStatus:
     phase: JobPhase
 
     @classmethod
-    def read(cls, folder: JobFolder) -> JobStatus:
+    def read(cls, folder: JobFolder) -> Self:
         """Raises BadJournal, OtherVersion."""
         # The lock first: a job that finishes in between is then read as finished.
         locked = folder.locked

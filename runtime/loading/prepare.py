@@ -1,12 +1,10 @@
 """Prepares the store of a checkpoint, or finds the one that was prepared before."""
 
-from __future__ import annotations
-
 import gc
 import shutil
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, closing, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -31,7 +29,6 @@ from ..settings.settings import Budgets, MemoryBudget, Settings
 from ..settings.stages import Advance, stage
 from ..shape.checkpoint_shape import open_checkpoint, read_tensors
 from ..shape.config import ModelConfig
-from ..shape.model_shape import shape_to_json
 from ..shape.shards import lies_unpacked, model_shards, offered_formats, settled_format, weights_nbytes
 from ..source.model_source import ModelSource, model_fingerprint, recipe
 from ..source.stored_model import FindLinked, carried_files, write_resident
@@ -181,7 +178,7 @@ class _Making:
         preparation.run(self.shards, sink, advance)
         write_resident(writer, model, self._source.folder, find)
         loss = dict(preparation.loss.by_group)
-        writer.finish({"shape": shape_to_json(self._source.shape), "name": self._source.name, "loss": loss})
+        writer.finish({"shape": asdict(self._source.shape), "name": self._source.name, "loss": loss})
         return Written(writer.nbytes_written, loss)
 
 

@@ -6,14 +6,12 @@ attention with an indexer that chooses `index_topk` tokens for each token. Index
 here before it does, and attention goes on from there.
 """
 
-from __future__ import annotations
-
 import dis
 import inspect
 import sys
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -112,7 +110,7 @@ class Visibility:
 
     window: int | None
 
-    def __getitem__(self, part: Any) -> Visibility:
+    def __getitem__(self, part: Any) -> Self:
         """Some modules take a head's mask for their indexer."""
         return self
 

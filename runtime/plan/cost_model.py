@@ -3,13 +3,11 @@
 A pass costs seconds of every resource; a job is a few kinds of passes. `CostModel` is all that the planner needs of it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from ...moe.expected_rows import padded_rows, wanted_by
 from ...offload.machine.profile import ATTENTION, LATENTS, TOGETHER
@@ -120,11 +118,8 @@ class _ModelWork:
         self.attention_width = sum(kind.count * kind.width for kind in self.kinds) / len(shape.layers)
         self.expanding_numel = max((x.numel for kind in self.kinds for x in kind.dense if x.unpacked), default=0)
         shares = [kind.experts.per_token / kind.experts.count for kind in self.kinds if kind.experts]
-        self._rarest = min(shares, default=1.0)
-
-    def least_wanted(self, tokens: float) -> float:
-        """The least probability, over all bytes of weights, that a pass of `tokens` needs the byte."""
-        return wanted_by(tokens, self._rarest)
+        # The least share of the experts of a layer that a token asks for.
+        self.rarest = min(shares, default=1.0)
 
 
 class _PassCosts:
@@ -273,7 +268,7 @@ class _GroupReads:
     expanding_numel: int
 
     @classmethod
-    def of(cls, spec: KVSpec, expanding_numel: int) -> _GroupReads:
+    def of(cls, spec: KVSpec, expanding_numel: int) -> Self:
         group, token_nbytes = spec.group, spec.record_nbytes / spec.block
         numel = group.kv_heads * (group.head_dim + group.value_dim)
         return cls(len(group.layers), group.window, numel, token_nbytes, group.absorbed_width, expanding_numel)
@@ -331,7 +326,7 @@ class Prediction:
         """Seconds from the start to the last answer."""
         return self.loading_s + self.seconds
 
-    def corrected(self, factor: float, loading: float = 1.0) -> Prediction:
+    def corrected(self, factor: float, loading: float = 1.0) -> Self:
         """The same where generating takes `factor` times as long, and loading `loading` times."""
         return replace(
             self,
@@ -554,7 +549,7 @@ class CostModel:
             work = self._work(weights.quant, weights.dtype, weights.shards)
             costs = _ComputeCosts(work, formats, self.rates, fused=fused, on_device=weights.on_device)
             self._passes[key] = [
-                _Passes(passes, *costs.seconds(load), work.least_wanted(load.tokens))
+                _Passes(passes, *costs.seconds(load), wanted_by(load.tokens, work.rarest))
                 for passes, load in _phases(workload, live, candidate.tokens_per_pass)
             ]
         return self._passes[key]

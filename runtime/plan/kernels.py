@@ -3,8 +3,6 @@
 Torch-free.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Runs are in one small file in the user's state folder, newest first, replaced by
 one or the new one is there. A damaged one counts as empty.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence
@@ -24,7 +22,7 @@ from ...offload.typed_json import read_as
 from ...quant.kernels.gpu import Lacks
 from ..settings.errors import SettingError
 from ..settings.settings import Settings
-from ..shape.model_shape import ModelShape, shape_to_json
+from ..shape.model_shape import ModelShape
 from .loading_cost import GENERATING, LOADING
 from .memory_ledger import OPTIONS, MemoryLedger
 from .placement import Plan
@@ -108,7 +106,7 @@ def machine_key(hardware: Hardware) -> str:
 
 
 def shape_key(shape: ModelShape) -> str:
-    return _digest(shape_to_json(shape))
+    return _digest(asdict(shape))
 
 
 def formats_key(quant: str, dtype: str, compute: str, deterministic: bool, on_device: bool) -> str:

@@ -1,5 +1,5 @@
 """Before the first row, every kernel that a job launches was launched once, in each variant
-(`runtime/loading/rehearsal.py`, `quant/kernels/product.py`).
+(`runtime/jobs/lifecycle.py`, `quant/kernels/product.py`).
 """
 
 from dataclasses import replace
@@ -12,8 +12,8 @@ import torch
 
 from moedge.quant.kernels.product import Launch
 from moedge.quant.kernels.tuning import TILE_ROWS
+from moedge.runtime.jobs.lifecycle import prompt_tokens, rehearse
 from moedge.runtime.loading.engine_loader import load_engine
-from moedge.runtime.loading.rehearsal import prompt_tokens, rehearse
 from moedge.runtime.plan.placement import Workload
 
 AMPERE = (8, 6)

@@ -4,9 +4,7 @@ Tile sizes were chosen by what compiles without spills (docs/dev/kernels.md); on
 (bench/results/gpu.md), and `python -m bench.kernels` times them on others.
 """
 
-from __future__ import annotations
-
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -23,7 +21,7 @@ class Heads(NamedTuple):
     head_stride: int
 
     @classmethod
-    def of(cls, x: torch.Tensor) -> Heads:
+    def of(cls, x: torch.Tensor) -> Self:
         unit = stride_unit(x.shape[-1])
         # The stride of an axis of length one is arbitrary.
         token, head, item = (stride if size > 1 else 0 for size, stride in zip(x.shape, x.stride(), strict=True))
@@ -52,7 +50,7 @@ class Side(NamedTuple):
     scale_stride: int
 
     @classmethod
-    def of(cls, codes: torch.Tensor, scales: torch.Tensor | None, zeros: torch.Tensor | None) -> Side:
+    def of(cls, codes: torch.Tensor, scales: torch.Tensor | None, zeros: torch.Tensor | None) -> Self:
         return cls(codes, scales, zeros, codes.stride(0), 0 if scales is None else scales.stride(0))
 
     @property

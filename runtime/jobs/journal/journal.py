@@ -11,6 +11,7 @@ import json
 import os
 import re
 import threading
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -30,7 +31,6 @@ from .state import (
     JobState,
     JournalScan,
     Kind,
-    chained,
     decode_done,
     decode_progress,
     encode,
@@ -195,7 +195,7 @@ class RecordFile:
         for payload in payloads:
             lines.append(frame(payload, crc))
             begins.append(end)
-            end, crc = end + len(lines[-1]), chained(payload, crc)
+            end, crc = end + len(lines[-1]), zlib.crc32(payload, crc)
         self._write(b"".join(lines))
         self.end, self.crc = end, crc
         return begins

@@ -411,7 +411,7 @@ class FusedLayer:
         self.taken += 1
         if self.parts.mixture is not None:
             source = self.parts.mixture.source
-            source.stats.popularity.observe(source.layer, rows, self.routed.counts.tolist())
+            source.stats.count(source.layer, rows, self.routed.counts.tolist())
 
     @property
     def chosen(self) -> Tensor | None:

@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from moedge.runtime.shape.checkpoint_shape import read_shape
 from moedge.runtime.shape.config import ModelConfig
 from moedge.runtime.shape.families import INDEXED, MOE, SINCE, SUPPORTED
 from moedge.runtime.shape.formula import is_worked_out, shape_of_config
-from moedge.runtime.shape.model_shape import KVGroup, ModelShape, shape_from_json, shape_to_json
+from moedge.runtime.shape.model_shape import KVGroup, ModelShape, shape_from_json
 from moedge.runtime.shape.read import is_convolution, model_shape
 from moedge.runtime.shape.shards import all_formats, checkpoint_nbytes, model_shards
 from moedge.runtime.source.model_source import read_headers
@@ -152,7 +152,7 @@ def test_an_indexer_has_keys_of_its_own(family: str, checkpoint: Callable[[str],
     assert latents.layers == (0, 1, 2, 3)
     assert indexers == KVGroup(layers, 1, 32, None, chosen=24)
     assert shape.context == tiny_config(family).max_position_embeddings
-    assert shape_from_json(json.loads(json.dumps(shape_to_json(shape)))) == shape
+    assert shape_from_json(json.loads(json.dumps(asdict(shape)))) == shape
     unpacked = {matrix.name for layer in shape.layers for matrix in layer.dense if matrix.unpacked}
     assert unpacked == {"self_attn.kv_b_proj", "self_attn.indexer.weights_proj"}
 
