@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from .runtime.rows.fields import MAX_STOP
     from .runtime.rows.row import CONTINUE_CUT, Endpoint, ErrorCode, InvalidRow, Row, RowFailure, parse_object
     from .runtime.rows.row_formats import Template, read_schema, text_or_file
-    from .runtime.rows.tables import InputFormat, guessed_encoding
+    from .runtime.rows.tables import guessed_encoding
     from .runtime.sampling.grammar import SchemaError, compile_schema
     from .runtime.settings import errors, option, options
     from .runtime.settings.errors import counted
@@ -176,7 +176,6 @@ _MODULES = {
     "Checked": ".runtime.jobs.session",
     "Ended": ".runtime.jobs.session",
     "ErrorCode": ".runtime.rows.row",
-    "InputFormat": ".runtime.rows.tables",
     "guessed_encoding": ".runtime.rows.tables",
     "JobObserver": ".batch",
     "JobSeries": ".batch",
@@ -275,7 +274,6 @@ __all__ = [
     "GIB",
     "GpuState",
     "Heap",
-    "InputFormat",
     "InvalidRow",
     "JobFolder",
     "JobLock",

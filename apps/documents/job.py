@@ -34,7 +34,7 @@ from .merging import Merger, Missing, PromptTokens
 from .question import Long, Prompts, document_facts
 from .readers.read import refuse_missing_readers
 from .request import DocumentPaths, DocumentsRequest, refuse_foreign
-from .rounds import Entry, EntryLog, IndexedEntries, Round, Rounds, RowAnswers, RowLines, read_entries, row_id
+from .rounds import Entry, EntryLog, IndexedEntries, Round, Rounds, RowAnswers, read_entries, row_id
 from .schemas import KeyedLists
 from .table import DocumentTable, Mirror, Totals
 from .unpacking import Unpacked
@@ -188,7 +188,7 @@ class DocumentJob:
         self, files: Sequence[FoundFile], log: EntryLog, progress: Callable[[int, int], None]
     ) -> Iterator[dict[str, Any]]:
         """The rows of all files that have no answer and are in no round."""
-        asked = RowLines(path for each in self.rounds.all for path in (each.files if each.finished else [each.rows]))
+        asked = RowAnswers(path for each in self.rounds.all for path in (each.files if each.finished else [each.rows]))
         self._expected = Expected.of(files)
         for done, (number, found) in enumerate(self._read(files), 1):
             entry, rows = self._split(found)

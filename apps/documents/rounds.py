@@ -149,8 +149,8 @@ def _key(name: str) -> bytes:
 _OFFSET_BITS = 48
 
 
-class RowLines:
-    """Lines of JSON in files by the `id` in each, read one at a time; of two with one id, that of the later file."""
+class RowAnswers:
+    """The rows of files by the `id` in each, and their answers, read one at a time; of two with one id, the later."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self._paths = [path for path in paths if path.exists()]
@@ -159,13 +159,16 @@ class RowLines:
     def __contains__(self, row_id: str) -> bool:
         return self._offsets.find(row_id) is not None
 
-    def _find(self, row_id: str) -> Mapping[str, Any] | None:
-        if (found := self._offsets.find(row_id)) is None:
-            return None
-        with self._paths[found >> _OFFSET_BITS].open("rb") as file:
-            file.seek(found & (1 << _OFFSET_BITS) - 1)
-            row: Mapping[str, Any] = json.loads(file.readline())
-        return row
+    def __getitem__(self, row_id: str) -> Answer:
+        if (begin := self._offsets.find(row_id)) is None:
+            raise KeyError(row_id)
+        with self._paths[begin >> _OFFSET_BITS].open("rb") as file:
+            file.seek(begin & (1 << _OFFSET_BITS) - 1)
+            found = json.loads(file.readline())
+        return Answer(
+            found.get("text"), found.get("finish_reason"), found.get("usage", {}), found.get("error"),
+            found.get("partial"), found.get("reasoning_content"),
+        )  # fmt: skip
 
     def _lines(self) -> Iterator[tuple[str, int]]:
         for number, path in enumerate(self._paths):
@@ -174,19 +177,6 @@ class RowLines:
                 for line in file:
                     yield json.loads(line)["id"], begin
                     begin += len(line)
-
-
-class RowAnswers(RowLines):
-    """The answers of rows."""
-
-    def __getitem__(self, row_id: str) -> Answer:
-        found = self._find(row_id)
-        if found is None:
-            raise KeyError(row_id)
-        return Answer(
-            found.get("text"), found.get("finish_reason"), found.get("usage", {}), found.get("error"),
-            found.get("partial"), found.get("reasoning_content"),
-        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import math
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -221,11 +221,8 @@ class NewShardFile:
         self._written = {spec.name: [0] * spec.num_shards for spec in specs}
         self._crc32 = {spec.name: [0] * spec.num_shards for spec in specs}
         self._file = AtomicFile(path)
-        self._linked: dict[str, LinkedTensor] = {}
-
-    def link(self, linked: Mapping[str, LinkedTensor]) -> None:
-        """Tensors that belong to this file and lie in the checkpoint's files."""
-        self._linked.update(linked)
+        # Tensors that belong to this file and lie in the checkpoint's files.
+        self.linked: dict[str, LinkedTensor] = {}
 
     def write(self, tensor: str, index: int, data: memoryview) -> None:
         """Writes the next bytes of a shard. Raises ValueError if they are more than the shard has."""
@@ -248,7 +245,7 @@ class NewShardFile:
         self._file.write_at(0, memoryview(self._header))
         self._file.publish()
         crcs = {tensor: tuple(values) for tensor, values in self._crc32.items()}
-        return FileRecord(self._name, self._nbytes, zlib.crc32(self._header), crcs, self._linked)
+        return FileRecord(self._name, self._nbytes, zlib.crc32(self._header), crcs, self.linked)
 
     def discard(self) -> None:
         self._file.discard()

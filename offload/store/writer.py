@@ -92,7 +92,7 @@ class StoreWriter(Closing):
     def link_head(self, head: LinkedTensor) -> None:
         """Names the extents of the output head in the checkpoint's files."""
         with self._file(HEAD_FILE, []) as file:
-            file.link({"head": head})
+            file.linked["head"] = head
 
     @contextmanager
     def resident(self, specs: Sequence[TensorSpec]) -> Iterator[NewShardFile]:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
+from ...offload.atomic_file import try_lock
 from ..settings.errors import JobInUse, OutputRefused
 
 
@@ -122,32 +123,22 @@ def _open_lock(folder: JobFolder) -> int | None:
     """The descriptor that holds the lock; None where the folder went away meanwhile, as that of a refused job does."""
     folder.make()
     try:
-        descriptor = os.open(folder.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        return try_lock(folder.lock, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX, 0o600)
     except FileNotFoundError:
         return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(descriptor), os.stat(folder.lock)):
-            return descriptor
-    except FileNotFoundError:
-        pass
     except BlockingIOError:
-        holder = os.pread(descriptor, 4096, 0).decode(errors="replace").strip()
-        os.close(descriptor)
         raise JobInUse(
-            f"{folder.path} is in use by another process ({_holder(holder)}); wait until it has ended, "
+            f"{folder.path} is in use by another process ({_holder(folder.lock)}); wait until it has ended, "
             "or stop it with `moedge jobs cancel`"
         ) from None
-    os.close(descriptor)
-    return None
 
 
-def _holder(text: str) -> str:
-    """`process 12 on host box`, of the content of a lock."""
+def _holder(lock: Path) -> str:
+    """`process 12 on host box`."""
     try:
-        found = json.loads(text)
+        found = json.loads(lock.read_bytes())
         return f"process {found['pid']} on {found['host']}"
-    except (ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):
         return "just started"
 
 

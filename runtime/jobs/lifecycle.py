@@ -2,7 +2,6 @@
 cluster all go this way.
 """
 
-import gc
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import ExitStack
@@ -17,11 +16,11 @@ from ...moe.streaming_mode import Mode
 from ...offload.budget import GIB
 from ...offload.closing import Closing
 from ...offload.device import Device
-from ...offload.memory import Heap, reset_host_peak, return_memory, trim
+from ...offload.memory import Heap, reset_host_peak
 from ..engine.sequence import Sequence
 from ..loading.engine_loader import LoadedEngine, LoadedModel, load_engine, load_with_fallback
 from ..loading.machine_memory import limit_pins, open_memory
-from ..loading.prepare import store_for
+from ..loading.prepare import release_memory, store_for
 from ..plan.fallback import FallbackPolicy
 from ..plan.memory_ledger import TierLedger
 from ..plan.placement import Plan, Workload
@@ -211,10 +210,7 @@ class OpenModel(Closing):
     def close_engines(self) -> None:
         """The same, and leaves the files open."""
         self._engines.close()
-        return_memory()
-        # An engine is a circle of modules.
-        gc.collect()
-        trim()
+        release_memory()
 
 
 def workload_of(options: Mapping[str, Any], longest: int) -> Workload:

@@ -96,7 +96,7 @@ def prepare(
     """
     disk_budget(target, weights_nbytes(source.shape, quant, dtype), budgets.disk_nbytes())
     written = _copy(target, source, _recipe(quant, dtype, device_type), budgets, repair)
-    _release()
+    release_memory()
     _keep_key_offsets(source, target, quant, dtype, budgets)
     return written
 
@@ -123,7 +123,7 @@ def prepare_linked(source: ModelSource, target: Path, quant: str, dtype: str, bu
         if found.same_making(Manifest.begin(fingerprint, made_of, found.sources)):
             return Written()
     written = _name(target, source, made_of, budgets)
-    _release()
+    release_memory()
     if written is not None:
         _keep_key_offsets(source, target, quant, dtype, budgets)
     return written
@@ -182,9 +182,9 @@ class _Making:
         return Written(writer.nbytes_written, loss)
 
 
-def _release() -> None:
-    """Returns what packing left free on the heap to the system: the plan of a job that follows has no bytes for it."""
-    # A model is a cycle of modules.
+def release_memory() -> None:
+    """Returns what is free on the heap to the system: the plan of a job that follows has no bytes for it."""
+    # A model, and an engine, is a circle of modules.
     gc.collect()
     return_memory()
     trim()
@@ -219,7 +219,7 @@ def _keep_key_offsets(source: ModelSource, target: Path, quant: str, dtype: str,
             keep(target, measure(loaded.model, fixed_token_ids(source.folder)))
         # Before the next engine is loaded.
         del loaded
-        _release()
+        release_memory()
 
 
 class FinishedStore(NamedTuple):

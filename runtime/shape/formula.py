@@ -14,7 +14,7 @@ from ...quant.formats.format import OPTION_DTYPES
 from ..settings.errors import UnsupportedModel
 from .config import ModelConfig, head_dim, kv_heads
 from .model_shape import ModelShape
-from .quantization import WHOLE, Quantization, Scheme
+from .quantization import WHOLE, Quantization, Scheme, num_groups
 from .read import LAYER, is_expert, is_matrix, model_shape
 
 _NBYTES = {"U8": 1, "I8": 1, "F8_E4M3": 1, "F16": 2, "BF16": 2, "F32": 4, "I32": 4}
@@ -73,12 +73,8 @@ def _stacked(entries: Mapping[str, TensorEntry], transposed: bool) -> Iterator[t
         yield f"{name}_scales", _entry(f"{name}_scales", "U8", (count, rows, columns // 32))
 
 
-def _groups(size: int, group: int) -> int:
-    return 1 if group == WHOLE else -(-size // group)
-
-
 def _grid(rows: int, columns: int, scheme: Scheme) -> tuple[int, int]:
-    return _groups(rows, scheme.group[0]), _groups(columns, scheme.group[1])
+    return num_groups(rows, scheme.group[0]), num_groups(columns, scheme.group[1])
 
 
 def _fp8(rows: int, columns: int, scheme: Scheme) -> _Parts:
@@ -92,7 +88,7 @@ def _fbgemm(rows: int, columns: int, scheme: Scheme) -> _Parts:
 
 
 def _gptq(rows: int, columns: int, scheme: Scheme) -> _Parts:
-    groups = _groups(columns, scheme.group[1])
+    groups = num_groups(columns, scheme.group[1])
     return {
         "qweight": ("I32", (columns * scheme.bits // 32, rows)),
         "qzeros": ("I32", (groups, rows * scheme.bits // 32)),
@@ -102,7 +98,7 @@ def _gptq(rows: int, columns: int, scheme: Scheme) -> _Parts:
 
 
 def _awq(rows: int, columns: int, scheme: Scheme) -> _Parts:
-    groups = _groups(columns, scheme.group[1])
+    groups = num_groups(columns, scheme.group[1])
     zeros = ("I32", (groups, rows // 8))
     return {"qweight": ("I32", (columns, rows // 8)), "qzeros": zeros, "scales": ("F16", (groups, rows))}
 

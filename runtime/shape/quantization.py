@@ -29,6 +29,11 @@ class Scheme:
     symmetric: bool = True
 
 
+def num_groups(size: int, group: int) -> int:
+    """How many groups cover so many rows or columns."""
+    return 1 if group == WHOLE else -(-size // group)
+
+
 @dataclass(frozen=True, slots=True)
 class Quantization:
     """`method` is transformers' `quant_method`; `unquantized` names modules that hold floats.

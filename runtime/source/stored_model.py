@@ -53,7 +53,7 @@ def write_resident(
         for name, tensor in tensors.items():
             if name not in linked:
                 file.write(name, 0, _view(tensor))
-        file.link(linked)
+        file.linked.update(linked)
 
 
 def read_resident(store: Store, model: PreTrainedModel) -> None:

@@ -1,4 +1,4 @@
-"""The rehearsed pass is the worst one: its tokens reach the experts, and numbers that overflow end it."""
+"""The rehearsed pass (`runtime/jobs/lifecycle.py`) is the worst one: its tokens reach the experts; overflows end it."""
 
 import subprocess
 import sys

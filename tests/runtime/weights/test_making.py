@@ -115,7 +115,8 @@ def test_the_order_of_codes_is_in_the_manifest_and_another_order_is_refused(
         assert source.recipe["quant"] == "int4"
     assert source.recipe["layout"] == INT4PACK
     for change in ({"layout": ROWS}, {"quant": "int3"}, {"layout": None}):
-        replace(manifest, recipe={**manifest.recipe, **change}).save(tmp_path / "store" / MANIFEST)
+        changed = replace(manifest, recipe={**manifest.recipe, **change})
+        (tmp_path / "store" / MANIFEST).write_bytes(changed.encode())
         with pytest.raises(BadStore, match="wanted; prepare the model again"), open_source(str(tmp_path / "store")):
             pass
 
