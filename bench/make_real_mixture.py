@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, MixtralConfig
 
-from bench.real_model import smollm2
+from support.real.rotation import unpacked
 
 # Formats have groups of 32 and 64 columns, so an expert has 64.
 NUM_EXPERTS = 24
@@ -246,12 +246,9 @@ def write(
 
 def load(folder: Path | None) -> tuple[LlamaForCausalLM, Any]:
     """The dense model in float32 and its tokenizer: that of `folder`, or SmolLM2's out of its GGUF file."""
-    place: dict[str, Any] = {}
-    if folder is None:
-        file = smollm2()
-        folder, place = file.parent, {"gguf_file": file.name}
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **place).eval()
-    return model, AutoTokenizer.from_pretrained(folder, **place)
+    place = folder or unpacked()
+    model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
+    return model, AutoTokenizer.from_pretrained(place)
 
 
 def main() -> None:

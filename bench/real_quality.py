@@ -4,6 +4,8 @@
     python -m bench.real_quality kv                      formats of keys and values, weights as they are, and in int4
     python -m bench.real_quality json --rows 200         JSON answers, free and by a grammar: how many are valid, and
                                                          which fields are right, and those of unquantized weights
+    python -m bench.real_quality executors               fused layers beside the model's own: which are nearer to the
+                                                         format's definition in float32, and by how much
     python -m bench.real_quality llama --llama-bin DIR   llama.cpp's Q8_0, Q4_K_M and Q4_0 of the same weights; DIR has
                                                          llama-quantize and llama-perplexity
 
@@ -15,19 +17,23 @@ instead.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
+from unittest.mock import patch
 
 from support.real import cases, records, rotation, smollm2, tables
 from support.real.cases import Case
 from support.real.definition import Stock
-from support.real.measure import Found, measure, perplexity
+from support.real.measure import Found, ask, measure, perplexity
 from support.real.tables import loss
 from support.real.text import FEW, WINDOW, WINDOWS, prose, same_answers
 
@@ -42,11 +48,10 @@ PERPLEXITY = re.compile(r"Final estimate: PPL = ([\d.]+)")
 
 
 def run(model: Path, some: list[Case], options: argparse.Namespace) -> Iterator[tuple[Case, Found]]:
-    with tempfile.TemporaryDirectory() as scratch:
-        for case, found in measure(model, some, Path(scratch), options.windows, options.questions).items():
-            if isinstance(found, str):
-                raise SystemExit(f"{case.title}: {found}")
-            yield case, found
+    for case, found in measure(model, some, options.windows, options.questions):
+        if isinstance(found, str):
+            raise SystemExit(f"{case.title}: {found}")
+        yield case, found
 
 
 def head(*names: str) -> None:
@@ -122,6 +127,56 @@ def print_json(model: Path, options: argparse.Namespace) -> None:
         line(case.quant, case.compute, case.kv, *valid, f"{right / fields:.1%}", f"{as_none / fields:.1%}")
 
 
+def print_executors(model: Path, options: argparse.Namespace) -> None:
+    """Rounding differs between the two, not what they mean: neither may be further from the definition than chance."""
+    stock = Stock(model)
+    names = "fused", "own layers", "definition in bf16"
+    head(
+        "weights", "compute", *(f"answers as the definition: {name}" for name in names),
+        *(f"log-probabilities, mean distance: {name}" for name in names),
+        *(f"fused less {name}" for name in names[1:]), "perplexity: definition", *names,
+    )  # fmt: skip
+    for case in cases.weights_and_compute():
+        ours = [asked_by(model, case, fused, options) for fused in (True, False)]
+        wanted, in_bf16 = (
+            stock.define(case.quant, case.compute, "bf16", dtype).ask(options.windows, options.questions)
+            for dtype in ("fp32", "bf16")
+        )
+        found = [*ours, in_bf16]
+        same = [same_answers(each.answers, wanted.answers) for each in found]
+        distances = [distance(each, wanted) for each in found]
+        less = [f"{mean(pair):+.4f} ± {error(pair):.4f}" for pair in (subtract(distances[0], d) for d in distances[1:])]
+        means = [f"{mean(each):.4f}" for each in distances]
+        line(case.quant, case.compute, *same, *means, *less, *(f"{each.perplexity:.4f}" for each in (wanted, *found)))
+
+
+def asked_by(model: Path, case: Case, fused: bool, options: argparse.Namespace) -> Found:
+    """What a case gives by fused layers, or with none: a library that is missing fuses nothing."""
+    from moedge import LLM
+
+    here = nullcontext() if fused else patch("moedge.runtime.model.fused.selftest.available", return_value=False)
+    settings: dict[str, Any] = {"max_model_len": WINDOW + 8, "rows": options.questions, **case.options}
+    with here, LLM(str(model), ram="6GiB", gpu_mem=0, **settings) as llm:
+        return ask(llm, options.windows, WINDOW, options.questions)
+
+
+def distance(a: Found, b: Found) -> list[float]:
+    """The mean absolute difference of log-probabilities in each window: squares would show its few largest alone."""
+    return [
+        mean([abs(x - y) for x, y in zip(mine, theirs, strict=True)])
+        for mine, theirs in zip(a.logprobs, b.logprobs, strict=True)
+    ]
+
+
+def subtract(a: list[float], b: list[float]) -> list[float]:
+    return [x - y for x, y in zip(a, b, strict=True)]
+
+
+def error(values: list[float]) -> float:
+    """The standard error of their mean."""
+    return stdev(values) / math.sqrt(len(values))
+
+
 def print_llama(model: Path, options: argparse.Namespace) -> None:
     """Of each window the second half is scored, as llama-perplexity does, by llama.cpp and by moedge."""
     head("engine", "weights", "perplexity of second halves", "against its own bf16")
@@ -167,7 +222,9 @@ def searched(pattern: re.Pattern[str], text: str) -> str:
     return found[1]
 
 
-TABLES = {"weights": print_weights, "kv": print_kv, "json": print_json, "llama": print_llama}
+TABLES = {
+    "weights": print_weights, "kv": print_kv, "json": print_json, "executors": print_executors, "llama": print_llama,
+}  # fmt: skip
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ import jsonschema
 import pytest
 
 from moedge.runtime.jobs.summary import json_schema
+from support.forked import forked
 from support.quantized_checkpoints import write_quantized
 
 Rows = list[dict[str, Any]]
@@ -192,10 +193,8 @@ def test_a_signal_stops_cleanly_with_what_is_finished(
 ) -> None:
     rows = [{"id": str(i), "prompt": "x", "max_tokens": 20 + 10 * i, "ignore_eos": True} for i in range(22)]
     source, out = rows_file(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
-    command = [sys.executable, "-m", "moedge", "batch", str(checkpoint("llama")), str(source), "-o", str(out)]
-    limits = ["--max-sequences", "4"]
-    with subprocess.Popen([*command, *limits], stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
+    command = ["batch", checkpoint("llama"), source, "-o", out, "--max-sequences", 4]
+    with forked(command, tmp_path) as process:
         for line in process.stderr:
             if line.startswith("loaded"):
                 break
@@ -203,7 +202,7 @@ def test_a_signal_stops_cleanly_with_what_is_finished(
             time.sleep(0.01)
         os.kill(process.pid, number)
         rest = process.stderr.read()
-    assert process.returncode == code, rest
+    assert process.wait() == code, rest
     assert not out.exists()
     partial = [json.loads(line)["id"] for line in (tmp_path / "out.partial.jsonl").read_text().splitlines()]
     assert partial == sorted(partial, key=int)

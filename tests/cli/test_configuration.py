@@ -81,7 +81,7 @@ request_view: dict[str, str] = {}
 # By key: a value that is not the default, as a file writes it, and where it arrives.
 ARRIVES: dict[str, tuple[str, Callable[[BatchRequest], object], object]] = {
     "dtype": ('"fp32"', lambda r: r.settings.dtype, "fp32"),
-    "quant": ('"int8"', lambda r: r.settings.quant, "int8"),
+    "quant": ('"int4"', lambda r: r.settings.quant, "int4"),
     "compute": ('"int8"', lambda r: r.settings.compute, "int8"),
     "kv": ('"int8/int4"', lambda r: r.settings.kv, "int8/int4"),
     "attention": ('"torch"', lambda r: r.settings.attention, "torch"),
@@ -115,8 +115,45 @@ def test_every_option_that_may_stand_is_tried_below() -> None:
     assert set(ARRIVES) == set(BATCH)
 
 
+def typed(written: str) -> str:
+    """A value of a file as a flag or a variable has it."""
+    found: str = json.loads(written) if '"' in written else written
+    return found
+
+
+def flags(key: str) -> list[str]:
+    if COMMANDS["batch"].declared[BATCH[key].name].file_only:
+        return []
+    written = ARRIVES[key][0]
+    return [f"--{key}"] if written == "true" else [f"--{key}", typed(written)]
+
+
+def test_all_options_arrive_together_from_every_source(places: Places, requested: Callable[..., BatchRequest]) -> None:
+    """Those that are true or false could be mistaken for each other here, and not where each is alone."""
+    beside = [word for words in BESIDE.values() for word in words]
+
+    def arrived(*arguments: str) -> set[str]:
+        request = requested(*beside, *arguments)
+        return {key for key, (_, found, wanted) in ARRIVES.items() if found(request) == wanted}
+
+    assert arrived() == set()
+    text = "".join(f"{key} = {written}\n" for key, (written, _, _) in ARRIVES.items())
+    for file, table in ((places.project, ""), (places.user, "[batch]\n")):
+        file.write_text(table + text)
+        assert arrived() == set(ARRIVES), file
+        file.unlink()
+    for key, (written, _, _) in ARRIVES.items():
+        places.variable(BATCH[key].envvar, typed(written))
+    assert arrived() == set(ARRIVES)
+    for key in ARRIVES:
+        places.variable(BATCH[key].envvar, None)
+        assert f"--{key}" in BATCH[key].opts, "a key is its option's name"
+    assert arrived(*(word for key in ARRIVES for word in flags(key))) == {key for key in ARRIVES if flags(key)}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ARRIVES)
-def test_every_option_arrives_from_every_source(
+def test_every_option_alone_arrives_from_every_source(
     key: str, places: Places, requested: Callable[..., BatchRequest]
 ) -> None:
     written, arrived, wanted = ARRIVES[key]
@@ -126,29 +163,33 @@ def test_every_option_arrives_from_every_source(
         file.write_text(f"{table}{key} = {written}\n")
         assert arrived(requested(*beside)) == wanted, file
         file.unlink()
-    places.variable(BATCH[key].envvar, json.loads(written) if '"' in written else written)
+    places.variable(BATCH[key].envvar, typed(written))
     assert arrived(requested(*beside)) == wanted
     places.variable(BATCH[key].envvar, None)
-    flag = f"--{key}"
-    assert flag in BATCH[key].opts, "a key is its option's name"
-    if COMMANDS["batch"].declared[BATCH[key].name].file_only:
-        return
-    assert (
-        arrived(
-            requested(*([flag] if written == "true" else [flag, json.loads(written) if '"' in written else written]))
-        )
-        == wanted
-    )
+    if flags(key):
+        assert arrived(requested(*beside, *flags(key))) == wanted
 
 
 SOURCES = ("--ram", "MOEDGE_RAM", "project [batch]", "project", "user [batch]", "user")
 
 
+@pytest.mark.parametrize("first", range(len(SOURCES) + 1))
+def test_a_source_counts_before_all_that_come_later(
+    first: int, places: Places, requested: Callable[..., BatchRequest]
+) -> None:
+    the_first_counts(places, requested, set(SOURCES[first:]))
+
+
+@pytest.mark.slow
 @given(st.sets(st.sampled_from(SOURCES)))
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_the_first_source_of_the_order_counts(
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_first_source_that_is_present_counts(
     places: Places, requested: Callable[..., BatchRequest], present: set[str]
 ) -> None:
+    the_first_counts(places, requested, present)
+
+
+def the_first_counts(places: Places, requested: Callable[..., BatchRequest], present: set[str]) -> None:
     value = {source: f"{number}GiB" for number, source in enumerate(SOURCES, start=1)}
     for name, file in (("project", places.project), ("user", places.user)):
         lines = [f'ram = "{value[name]}"'] * (name in present)

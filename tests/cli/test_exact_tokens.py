@@ -26,7 +26,7 @@ EXACT = ("--dtype", "fp32", "--quant", "none", "--kv", "fp32", "--deterministic"
 LIMITS = [(16, 3), (1024, 64)]
 MORE_LIMITS = {"gpt_oss": [(16, 64), (1024, 3)]}
 LENGTHS = (3, 40, 17, 70, 1, 33)
-NEW_TOKENS = 20
+NEW_TOKENS = 12
 
 under_every_isa = partial(pytest.param, marks=pytest.mark.numerics)
 

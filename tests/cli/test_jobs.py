@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from moedge.cli.views.jobs_view import print_jobs
 from moedge.runtime.jobs.folder import JobFolder
 from moedge.runtime.jobs.journal.state import read_state
 from moedge.runtime.jobs.status import JobStatus
+from support.forked import Forked, forked
 
 Rows = list[dict[str, Any]]
 Cli = Callable[..., int]
@@ -139,13 +139,7 @@ def test_events_fit_their_schema_and_the_page_names_every_key(
             assert f"`{key}`" in page, key
 
 
-def start(batch: list[object], *options: object, **keywords: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "moedge", *map(str, batch), *map(str, options)]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **keywords)
-
-
-def until_passes(process: subprocess.Popen[str], tmp_path: Path) -> None:
-    assert process.stderr is not None
+def until_passes(process: Forked, tmp_path: Path) -> None:
     for line in process.stderr:
         if line.startswith("loaded"):
             break
@@ -165,39 +159,35 @@ def endless(batch: list[object], rows_file: Callable[[Path, Rows], Path]) -> lis
 def test_j12_a_second_signal_leaves_at_once_and_the_job_goes_on(
     endless: list[object], cli: Cli, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with start(endless) as process:
+    with forked(endless, tmp_path) as process:
         until_passes(process, tmp_path)
         os.kill(process.pid, signal.SIGHUP)
         os.kill(process.pid, signal.SIGINT)
-        process.communicate()
-    assert process.returncode in (130, 143)
+        process.stderr.read()
+    assert process.wait() in (130, 143)
     assert not (tmp_path / "out.jsonl").exists()
     assert cli(*endless, "--max-rows", 1) == 75
     assert "resuming job" in capsys.readouterr().err
 
 
 def test_j12_a_signal_before_the_passes_stops_at_once_and_leaves_nothing(endless: list[object], tmp_path: Path) -> None:
-    with start(endless) as process:
-        assert process.stderr is not None
+    with forked(endless, tmp_path) as process:
         process.stderr.readline()
         os.kill(process.pid, signal.SIGTERM)
-        process.communicate()
-    assert process.returncode == 143
+        process.stderr.read()
+    assert process.wait() == 143
     assert not (tmp_path / "out.jsonl").exists()
 
 
 def test_j12_nohup_stays_in_force_and_a_closed_terminal_ends_no_job(batch: list[object], tmp_path: Path) -> None:
     """SIGHUP was ignored when it began, and whoever read its messages is gone: SIGPIPE."""
-    bar = os.environ | {"MOEDGE_PROGRESS": "bar"}
-    with start(batch, env=bar, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as process:
-        assert process.stderr is not None
+    with forked(batch, tmp_path, variables={"MOEDGE_PROGRESS": "bar"}, ignored=[signal.SIGHUP]) as process:
         # The settings, and the device.
         process.stderr.readline()
         process.stderr.readline()
         process.stderr.close()
         os.kill(process.pid, signal.SIGHUP)
-        process.wait()
-    assert process.returncode == 3
+    assert process.wait() == 3
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 11
 
 
@@ -253,11 +243,12 @@ def test_a_disk_that_dies_stops_the_job_resumable_with_its_cause(
     spoil: str, code: int, cause: str, where: str, batch: list[object], cli: Cli, tmp_path: Path
 ) -> None:
     """Under a model whose every weight but the head is read from disk in every pass."""
-    dying = [sys.executable, "-c", DYING_DISK, spoil, *map(str, batch), "--disk-dir", str(tmp_path / "stores"), "-q"]
-    stopped = subprocess.run(dying, check=False, capture_output=True, text=True)
-    assert stopped.returncode == code, stopped.stderr
-    assert cause in stopped.stderr
-    assert "Traceback" not in stopped.stderr
+    dying = [spoil, *batch, "--disk-dir", tmp_path / "stores", "-q"]
+    with forked(dying, tmp_path, DYING_DISK) as process:
+        said = process.stderr.read()
+    assert process.wait() == code, said
+    assert cause in said
+    assert "Traceback" not in said
     stacks = (tmp_path / "out.job" / "stacks").read_text()
     assert where in stacks
     assert "most recent call first" in stacks

@@ -6,8 +6,6 @@ The machine is a recorded profile: 8 GiB of GPU memory behind 22 GB/s, 32 GiB of
 
 import json
 import re
-import subprocess
-import sys
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,12 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from moedge import plan_report
 from moedge.offload.machine.profile import Machine, save_machine
 from moedge.offload.store.stores import RESERVE_NBYTES
 from moedge.runtime.jobs import job_plan
 from moedge.runtime.plan import presets
 from moedge.runtime.settings import settings
 from support import recorded_machine
+from support.forked import forked
 from support.recorded_machine import CONFIG, GIB, RECORDED
 
 Cli = Callable[..., int]
@@ -51,11 +51,8 @@ def machine(tmp_path: Path) -> Path:
     return tmp_path / "box.json"
 
 
-def test_budgets_for_a_machine_are_planned_explained_refused_and_written_down(
-    said: Said, config_only: Path, machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The session of a person with an 8 GiB card, from two plans with --explain to a moedge.toml."""
-    monkeypatch.chdir(tmp_path)
+def test_budgets_for_a_machine_are_planned_and_explained(said: Said, config_only: Path, machine: Path) -> None:
+    """The session of a person with an 8 GiB card, from a plan with --explain to a moedge.toml: first the plan."""
     model = ["plan", config_only, "--machine", machine]
     code, text = said(*model, "--gpu-mem", "7GiB", "--ram", "12GiB", "--disk", "40GiB", "--explain", "--quant", "nf4")
     assert code == 0
@@ -70,6 +67,14 @@ def test_budgets_for_a_machine_are_planned_explained_refused_and_written_down(
     assert disk is not None
     assert 0 < int(disk[2]) < 50
     assert re.search(r"\+\d+ GiB ram [\d,.]+ tok/s, [\d.]+x", text), "the cheapest way up"
+
+
+def test_budgets_for_a_machine_are_refused_or_written_down(
+    said: Said, config_only: Path, machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_curves: None
+) -> None:
+    """The same session: what does not fit, and the moedge.toml."""
+    monkeypatch.chdir(tmp_path)
+    model = ["plan", config_only, "--machine", machine]
     code, text = said(*model, "--gpu-mem", "7GiB", "--ram", "6GiB", "--disk", "6GiB", "--quant", "nf4")
     assert code == 4
     assert re.search(r"prepared weights of [\d.]+ GiB do not fit the 6\.00 GiB that --disk .*give --disk \d+MiB", text)
@@ -141,6 +146,10 @@ def test_a_gpu_budget_above_the_gpu_is_refused() -> None:
 def test_curves_are_round_and_end_at_what_the_machine_has(
     cli: Cli, capsys: pytest.CaptureFixture[str], config_only: Path, machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Only the curve of host memory is looked at; the other two take dozens of plans.
+    for name in ("by_sequences", "suggestions"):
+        monkeypatch.setattr(plan_report, name, lambda *_: [])
+
     def curve(*arguments: object) -> list[int]:
         capsys.readouterr()
         assert cli("plan", config_only, "--json", "--quant", "nf4", "--disk", "100GiB", *arguments) == 0
@@ -204,5 +213,7 @@ def test_a_saved_plan_runs_while_what_it_uses_is_there(
     assert cli("batch", model, rows, "-o", tmp_path / "short.jsonl", "--plan", saved, "--ram", short) == 4
     assert "are granted now" in " ".join(capsys.readouterr().err.split())
     # In a process of its own: this one holds what other tests loaded.
-    batch = [sys.executable, "-m", "moedge", "batch", model, rows, "-o", tmp_path / "out.jsonl", "--plan", saved]
-    assert subprocess.run([*map(str, batch), "--ram", enough], check=False).returncode == 0
+    batch = ["batch", model, rows, "-o", tmp_path / "out.jsonl", "--plan", saved, "--ram", enough]
+    with forked(batch, tmp_path) as process:
+        said = process.stderr.read()
+    assert process.wait() == 0, said

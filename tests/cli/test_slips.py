@@ -45,6 +45,7 @@ def test_help_lists_every_option_of_a_job_under_a_heading() -> None:
     assert set(panels.values()) - {None} == set(Panel)
 
 
+@pytest.mark.sample("batch", "docs", "plan", "serve", "jobs resume", "config init", "models rm")
 @pytest.mark.parametrize("name", [pytest.param(name, id=" ".join(name)) for name, _ in commands(get_command(app))])
 def test_help_shows_at_most_twenty_options_and_help_all_the_rest(
     name: tuple[str, ...], cli: Cli, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

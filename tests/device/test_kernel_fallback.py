@@ -39,6 +39,7 @@ KERNELS = {
     "cache": {"store_tokens"},
     "experts": {"grouped_product"},
 }
+SMALL = {"num_hidden_layers": 1, "num_local_experts": 4}
 EXACT = ("--dtype", "fp32", "--quant", "none", "--kv", "fp32", "--tokens-per-pass", "16", "--max-sequences", "2")
 
 
@@ -60,7 +61,7 @@ def run_job(model: Path, folder: Path, fake: Any, *options: str) -> tuple[int, l
     from moedge.cli.main import main
 
     rows, out, numbers = (folder / f"{len(list(folder.iterdir()))}{name}" for name in (".jsonl", ".out.jsonl", ".json"))
-    write_rows(rows, [{"prompt": "a b c", "max_tokens": 3}])
+    write_rows(rows, [{"prompt": "a b c", "max_tokens": 2}])
     arguments = ["batch", str(model), str(rows), "-o", str(out), *EXACT, *options]
 
     def rehearse(*_: Any) -> None:
@@ -80,15 +81,15 @@ def run_job(model: Path, folder: Path, fake: Any, *options: str) -> tuple[int, l
 
 
 @pytest.fixture
-def batch(checkpoint: Callable[[str], Path], tmp_path: Path, few_cases: None) -> Batch:
+def batch(checkpoint: Callable[..., Path], tmp_path: Path, few_cases: None) -> Batch:
     """`batch(fake, *options)` runs one job on a fake device."""
-    return partial(run_job, checkpoint("mixtral"), tmp_path)
+    return partial(run_job, checkpoint("mixtral", **SMALL), tmp_path)
 
 
 @pytest.fixture(scope="module")
-def wanted(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+def wanted(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """The processor's answers."""
-    code, answers, _ = run_job(checkpoint("mixtral"), tmp_path_factory.mktemp("wanted"), None)
+    code, answers, _ = run_job(checkpoint("mixtral", **SMALL), tmp_path_factory.mktemp("wanted"), None)
     assert code == 0
     return answers
 

@@ -19,7 +19,7 @@ AMPERE, TURING = (8, 6), (7, 5)
 
 def short(tiny: Any, **changed: Any) -> Any:
     """A job that the interpreter gets through in seconds."""
-    return replace(tiny, settings=replace(tiny.settings, tokens_per_pass=16, **changed), lengths=(3, 20), new_tokens=3)
+    return replace(tiny, settings=replace(tiny.settings, tokens_per_pass=16, **changed), lengths=(2, 18), new_tokens=2)
 
 
 def run(tiny: Any, fake: Any, share: float, **changed: Any) -> Any:

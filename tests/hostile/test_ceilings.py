@@ -87,13 +87,19 @@ def watched(command: list[str]) -> tuple[int, str, int]:
 @pytest.mark.parametrize("quant", FORMATS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_that_ask_for_much_keep_to_the_smallest_budget(
-    family: str, quant: str, models: Callable[[str], Path], tmp_path: Path
+    family: str,
+    quant: str,
+    models: Callable[[str], Path],
+    tmp_path: Path,
+    cli: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     rows, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
     rows.write_text("".join(json.dumps(line(index, body)) + "\n" for index, body in enumerate(ROWS)))
     command = [sys.executable, "-m", "moedge", "batch", str(models(family)), str(rows), "-o", str(out), "--gpu-mem",
                "0", "--quant", quant, "--lenient", "-q", "--disk-dir", str(tmp_path / "stores"), "--ram"]  # fmt: skip
-    named = re.findall(r"--ram (\d+)MiB", watched([*command, "64MiB"])[1])
+    cli(*command[3:], "64MiB")
+    named = re.findall(r"--ram (\d+)MiB", capsys.readouterr().err)
     assert named
     code, said, most = watched([*command, f"{named[-1]}MiB"])
     print(f"{family} {quant}: {most >> 20} of {named[-1]} MiB, exit code {code}")

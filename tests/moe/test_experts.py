@@ -165,6 +165,7 @@ def test_the_arrival_order_shows_in_roundings_at_most() -> None:
     assert all((out - outs[0]).norm() / outs[0].norm() < 1e-6 for out in outs)
 
 
+@pytest.mark.sample("True-True-nf4", "False-False-nf4", "True-False-int8", "False-True-none")
 @pytest.mark.parametrize("weight_format", ["none", "int8", "nf4"])
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("bias", [True, False])

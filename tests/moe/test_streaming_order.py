@@ -29,10 +29,15 @@ def serve(queue: ExpertFetchQueue, turn: int, most: int) -> list[int]:
     return found
 
 
-@given(st.data(), st.integers(3, 9), st.integers(1, 3))
-@settings(max_examples=150, deadline=None)
-def test_every_turn_gets_what_was_asked_for_it(data: st.DataObject, ring_experts: int, most: int) -> None:
+@pytest.mark.sample("50")
+@pytest.mark.parametrize("examples", [50, 150])
+def test_every_turn_gets_what_was_asked_for_it(examples: int) -> None:
     """Guesses far ahead, wants that were not guessed, guesses that are taken back: in a ring of any size."""
+    drawn = given(st.data(), st.integers(3, 9), st.integers(1, 3))(turns_get_what_was_asked)
+    settings(max_examples=examples, deadline=None)(drawn)()
+
+
+def turns_get_what_was_asked(data: st.DataObject, ring_experts: int, most: int) -> None:
     queue, _ = opened(ring_experts)
     asked: dict[int, set[int]] = {turn: set() for turn in range(12)}
     experts = st.sets(st.integers(0, 9), max_size=5)

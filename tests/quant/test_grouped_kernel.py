@@ -27,9 +27,9 @@ GATES = {
 }
 
 
-# The fast lane meets every pair of format, gate and bias.
+# The fast lane meets every format and every gate, with a bias and without.
 CASES = [
-    pytest.param(name, gate, bias, marks=[] if (row + at) % 2 == bias else pytest.mark.slow)
+    pytest.param(name, gate, bias, marks=[] if (at - row) % 4 == bias else pytest.mark.slow)
     for (row, name), (at, gate), bias in product(enumerate(cases.FORMATS), enumerate(GATES), [False, True])
 ]
 
@@ -39,11 +39,8 @@ def test_products_agree_with_float64(format_name: str, gate: str, bias: bool) ->
     assert cases.relative_error(Case(format_name, gate=GATES[gate], bias=bias, device=DEVICE)) < 2e-6
 
 
-# Every layout, every size of groups, and every type of scales, with zero points and without.
-@pytest.mark.sample(
-    "int4", "int4-g32-bf16-zp", "int4-g64-f16-zp", "int4-g128-bf16", "int8-f32", "int8-g64-bf16", "int8-g128-f16",
-    "mxfp4-e8m0", "nf4-f32", "q4_k",
-)  # fmt: skip
+# Every layout, and every type of scales, with zero points and without.
+@pytest.mark.sample("int4-g64-f16-zp", "int8-g128-bf16", "mxfp4-e8m0", "nf4-f32", "q4_k")
 @pytest.mark.parametrize("format_name", sorted({*FORMATS} - {*cases.FORMATS}))
 def test_products_with_formats_of_checkpoints_agree_with_float64(format_name: str) -> None:
     case = Case(format_name, 40, 256, (1, 20), num_tokens=None, bias=True, device=DEVICE)

@@ -4,8 +4,8 @@ ought to make. `make real` runs these tests, and no other target does."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,7 @@ NUM_WINDOWS = 4
 # Triton's interpreter gets two layers of the original.
 MODELS: Mapping[str, Callable[[], Path]] = {"original": smollm2, "rotated": rotated, "shallow": shallow}
 DefinitionsOf = Callable[[str], Definitions]
+FoundOf = Callable[[str, Case], Found]
 
 
 @pytest.fixture(scope="session")
@@ -59,25 +60,47 @@ def defined(reference: Stock) -> DefinitionsOf:
 
 
 @pytest.fixture(scope="session")
-def found(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Mapping[tuple[str, Case], Found | str]:
-    """What every selected case gave of its model: a process for each model and instruction set, two at a time, since
-    loading, and Triton's interpreter, use one core."""
+def found(request: pytest.FixtureRequest) -> Iterator[FoundOf]:
+    """What a case gave of a model, once it is there: at the first question all selected cases of that model begin, a
+    process for each instruction set, while their definitions are made here."""
     params = [each.params for item in request.session.items if (each := getattr(item, "callspec", None))]
     asked = dict.fromkeys((each["name"], each["case"]) for each in params if "case" in each)
-    models = {name: MODELS[name]() for name in dict.fromkeys(name for name, _ in asked)}
-    together: dict[tuple[str, str], list[Case]] = {}
-    for name, case in asked:
-        together.setdefault((name, case.isa), []).append(case)
+    results: dict[tuple[str, Case], Future[Found | str]] = {}
 
-    def run(key: tuple[str, str]) -> dict[tuple[str, Case], Found | str]:
-        name, _ = key
-        measured = measure(models[name], together[key], tmp_path_factory.mktemp(name), NUM_WINDOWS, FEW)
-        return {(name, case): each for case, each in measured.items()}
+    def run(name: str, some: list[Case]) -> None:
+        try:
+            for case, each in measure(MODELS[name](), some, NUM_WINDOWS, FEW):
+                results[name, case].set_result(each)
+        except BaseException as error:
+            for case in some:
+                if not results[name, case].done():
+                    results[name, case].set_exception(error)
 
     with ThreadPoolExecutor(2) as processes:
-        return {key: each for part in processes.map(run, together) for key, each in part.items()}
+
+        def of(name: str, case: Case) -> Found:
+            if (name, case) not in results:
+                by_isa: dict[str, list[Case]] = {}
+                for each in (each for model, each in asked if model == name):
+                    by_isa.setdefault(each.isa, []).append(each)
+                    results[name, each] = Future()
+                for some in by_isa.values():
+                    processes.submit(run, name, some)
+            what = results[name, case].result()
+            assert isinstance(what, Found), what
+            return what
+
+        yield of
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What one process runs (`--dist loadgroup`): a file, and of the cases those of the rotated model apart."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            params = item.callspec.params if hasattr(item, "callspec") else {}
+            apart = " rotated" if "rotated" in params.values() else ""
+            item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}{apart}"))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

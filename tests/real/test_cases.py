@@ -4,7 +4,7 @@ on real weights: a pairwise cover.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -40,14 +40,8 @@ EVERY += [
 ]
 EIGHT_BITS = [case for case in cases.weights_and_compute() if case.quant in ("none", "int8")]
 FOUR_BITS = [case for case in cases.weights_and_compute() if case.quant == "int4"]
-FoundOf = Mapping[tuple[str, Case], Found | str]
+FoundOf = Callable[[str, Case], Found]
 DefinitionsOf = Callable[[str], Definitions]
-
-
-def result(found: FoundOf, name: str, case: Case) -> Found:
-    what = found[name, case]
-    assert isinstance(what, Found), what
-    return what
 
 
 def test_every_pair_of_values_is_in_a_case() -> None:
@@ -63,8 +57,9 @@ def test_every_pair_of_values_is_in_a_case() -> None:
 def test_prose_is_as_likely_as_the_definition_has_it(
     name: str, case: Case, found: FoundOf, defined: DefinitionsOf
 ) -> None:
-    ours = result(found, name, case)
-    wanted = defined(name)(case.quant, case.compute, case.dtype, "fp32").part(ours)
+    wanted = defined(name)(case.quant, case.compute, case.dtype, "fp32")
+    ours = found(name, case)
+    wanted = wanted.part(ours)
     if name == "shallow":
         # Two layers alone predict nothing: tokens have e^-20, and perplexity is no measure.
         theirs = torch.tensor(wanted.logprobs)
@@ -95,7 +90,7 @@ def test_prose_that_is_less_likely_is_no_chance() -> None:
 @pytest.mark.parametrize(("name", "case"), EVERY)
 def test_answers_begin_as_the_definitions_do(name: str, case: Case, found: FoundOf, defined: DefinitionsOf) -> None:
     """As often as the definition in bf16 does, but for a few or chance; in float32 without int8 arithmetic always."""
-    ours, of = result(found, name, case), defined(name)
+    ours, of = found(name, case), defined(name)
     wanted = of(case.quant, case.compute, case.dtype, "fp32").part(ours)
     if case.dtype == "fp32" and case.kv == "native" and case.compute == "float":
         assert same_answers(ours.answers, wanted.answers) == len(ours.answers)
@@ -141,7 +136,7 @@ def test_answers_that_are_wrong_are_no_chance() -> None:
 )
 def test_formats_lose_no_more_than_a_hundredth(name: str, case: Case, found: FoundOf, defined: DefinitionsOf) -> None:
     """Eight bits of any weights, and int4 of those which lie on a 4-bit grid that it nearly has: the file is Q4_1."""
-    exact, ours = defined(name)("none", "float", "fp32", "fp32"), result(found, name, case)
+    exact, ours = defined(name)("none", "float", "fp32", "fp32"), found(name, case)
     assert ours.perplexity == pytest.approx(exact.perplexity, rel=0.01)
     if case.compute == "float":
         # Of rounded activations not even the definition says so: this model is about to answer in French.
@@ -157,7 +152,7 @@ def test_the_table_of_what_formats_lose(
 
     All formats together answer as their definitions do, as often as these do in bf16.
     """
-    results = [(case, result(found, of, case)) for case in cases.weights_and_compute()]
+    results = [(case, found(of, case)) for case in cases.weights_and_compute()]
     record_property("table", "\n".join([f"{of}:\n", *tables.weights(results, defined(of))]))
     ours, theirs = list[bool](), list[bool]()
     for case, each in results:

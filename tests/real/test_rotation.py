@@ -9,15 +9,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from support.real.rotation import load, orthogonal, rotate
+from support.real.rotation import load, orthogonal, rotate, unpacked
 
 pytestmark = pytest.mark.real
 
 
 @pytest.mark.slow
-def test_a_rotation_changes_no_logit(model: Path) -> None:
-    stock = load(model)
-    tokenizer = AutoTokenizer.from_pretrained(model.parent, gguf_file=model.name)
+def test_a_rotation_changes_no_logit() -> None:
+    stock = load()
+    tokenizer = AutoTokenizer.from_pretrained(unpacked())
     ids = torch.tensor([tokenizer.encode("The rain in Spain stays mainly in the plain.")])
     with torch.inference_mode():
         before = stock(ids).logits
@@ -35,9 +35,9 @@ def test_the_rotation_is_that_of_its_seed() -> None:
 
 
 @pytest.mark.slow
-def test_no_matrix_lies_on_a_grid(model: Path, off_grid: Path) -> None:
+def test_no_matrix_lies_on_a_grid(off_grid: Path) -> None:
     """Blocks of 32 weights of the original have at most 16 values; those of the rotated model nearly all their own."""
-    original = load(model)
+    original = load()
     other = AutoModelForCausalLM.from_pretrained(off_grid, dtype=torch.float32)
     assert all(values <= 16 for values in _values(original))
     assert all(values > 24 for values in _values(other))

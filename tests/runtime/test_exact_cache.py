@@ -139,9 +139,12 @@ def check_happened(variant: Variant, engine: Engine, ample: float) -> None:
 CODED = [name for name in KV_FORMATS if "int" in name]
 # A format is one more loop through the same code: the variants that move blocks most.
 CODED_VARIANTS = ("small passes", "tight, blocks of 16", "tight, no sharing", "tight, parked")
+# Those that differ in kind, of a model of few layers.
+FEW_VARIANTS = (*CODED_VARIANTS, "chunks of 16, 3 of 12", "half, blocks of 64")
 
 
-@pytest.mark.sample("qwen3_moe-fp32")
+@pytest.mark.sample("qwen3_moe-fp32-2 layers")
+@pytest.mark.parametrize("sizes", [{"num_hidden_layers": 2}, {}], ids=["2 layers", "all layers"])
 @pytest.mark.parametrize(
     ("family", "kv"),
     [
@@ -156,14 +159,14 @@ CODED_VARIANTS = ("small passes", "tight, blocks of 16", "tight, no sharing", "t
     ],
 )
 def test_tokens_do_not_depend_on_the_cache(
-    family: str, kv: str, checkpoint: Callable[[str], Path], stock: Callable[[Path], Any]
+    family: str, kv: str, sizes: dict[str, int], checkpoint: Callable[..., Path], stock: Callable[[Path], Any]
 ) -> None:
-    with open_source(str(checkpoint(family))) as source:
+    with open_source(str(checkpoint(family, **sizes))) as source:
         wanted, engine = generate(source, kv, AMPLE)
         ample = mean_sequences(engine)
         check_happened(AMPLE, engine, ample)
         for name, variant in VARIANTS.items():
-            if kv in CODED and name not in CODED_VARIANTS:
+            if name not in (CODED_VARIANTS if kv in CODED else FEW_VARIANTS if sizes else VARIANTS):
                 continue
             tokens, engine = generate(source, kv, variant)
             again = [wanted[0], *wanted[1 + SAMPLES :]] if variant.twice else []
@@ -175,7 +178,7 @@ def test_tokens_do_not_depend_on_the_cache(
     greedy = [wanted[0], *wanted[1 + SAMPLES :]]
     assert len({tuple(row) for row in wanted}) == len(wanted), "equal rows show nothing"
     if kv == "fp32":
-        model = stock(checkpoint(family))
+        model = stock(checkpoint(family, **sizes))
         for row, prompt in zip(greedy, prompts(), strict=True):
             # An end of sequence is a token like others; the least number of new tokens would keep it from being chosen.
             stock_ids = model.generate(

@@ -52,6 +52,9 @@ WAYS = {
     "not deterministic, preempted": Way(48, 8, blocks=30, deterministic=False),
 }
 
+# Both arithmetics, cut prompts and preempting.
+FEW = ("chunks of 16, 3 of 12", "not deterministic, preempted")
+
 
 def load(folder: Path, way: Way, **settings: Any) -> LoadedEngine:
     chosen: dict[str, Any] = {"dtype": "fp32", "quant": "none", "kv": "fp32", "deterministic": way.deterministic}
@@ -95,13 +98,15 @@ def check_happened(loaded: LoadedEngine, way: Way, layers: int) -> None:
         assert states.num_stepped > 1.5 * states.num_steps
 
 
-@pytest.mark.sample("lfm2")
+@pytest.mark.sample("few ways-lfm2")
 @pytest.mark.parametrize("family", sorted(RECURRENT))
+@pytest.mark.parametrize("ways", [FEW, tuple(WAYS)], ids=["few ways", "all ways"])
 def test_tokens_are_those_of_transformers(
-    family: str, checkpoint: Callable[[str], Path], stock: Callable[[Path], Any]
+    ways: tuple[str, ...], family: str, checkpoint: Callable[[str], Path], stock: Callable[[Path], Any]
 ) -> None:
     folder, found = checkpoint(family), {}
-    for name, way in WAYS.items():
+    for name in ways:
+        way = WAYS[name]
         with closing(load(folder, way)) as loaded:
             found[name] = run(loaded.engine, sequences_of(TWICE))
             groups = loaded.model.states.pool.spec.groups  # type: ignore[union-attr]
@@ -252,17 +257,21 @@ def shared_rows() -> list[list[int]]:
     return [[*INSTRUCTION, *own[i], *tail] for i in (0, 2, 3, 5) for tail in ([7], [9, 11, 13])]
 
 
-@pytest.mark.sample("qwen3_next")
+SHARING = (Way(16, 3), Way(48, 8, deterministic=False), WHOLE, Way(48, 4, blocks=60))
+
+
+@pytest.mark.sample("two ways-qwen3_next")
 @pytest.mark.parametrize("family", sorted(RECURRENT))
+@pytest.mark.parametrize("ways", [SHARING[:2], SHARING], ids=["two ways", "all ways"])
 def test_a_prefix_goes_on_from_the_state_that_was_kept(
-    family: str, checkpoint: Callable[[str], Path], stock: Callable[[Path], Any]
+    ways: tuple[Way, ...], family: str, checkpoint: Callable[[str], Path], stock: Callable[[Path], Any]
 ) -> None:
     folder, model = checkpoint(family), stock(checkpoint(family))
     wanted = [
         model.generate(torch.tensor([ids]), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)[0, len(ids) :]
         for ids in shared_rows()
     ]
-    for way in (WHOLE, Way(16, 3), Way(48, 4, blocks=60), Way(48, 8, deterministic=False)):
+    for way in ways:
         with closing(load(folder, way)) as loaded:
             found = run(loaded.engine, sequences_of(shared_rows()))
             scheduler = loaded.engine.scheduler

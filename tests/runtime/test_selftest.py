@@ -77,6 +77,10 @@ def plan_of(shape: ModelShape, quant: str, compute: str, kv: str = "bf16") -> Pl
     return make_plan(shape, settings, MemoryBudget(400 << 30), Workload(4, 256))
 
 
+@pytest.mark.sample(
+    "int8-float-SmolLM2-135M", "int8-int8-gpt-oss-20b", "int4-int8-DeepSeek-V2-Lite", "int4-float-SmolLM2-135M",
+    "nf4-float-gpt-oss-20b", "mxfp4-int8-DeepSeek-V2-Lite",
+)  # fmt: skip
 @pytest.mark.parametrize("model", ODD, ids=lambda model: model.model)
 @pytest.mark.parametrize(("quant", "compute"), FORMATS)
 def test_right_kernels_are_used_on_odd_widths(model: Published, quant: str, compute: str) -> None:
@@ -133,7 +137,7 @@ def test_a_job_whose_kernels_are_wrong_gives_the_tokens_of_torch(
     checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model 192 columns wide, with the bug of versions up to 0.9."""
-    folder = checkpoint("qwen3_moe", hidden_size=192)
+    folder = checkpoint("qwen3_moe", hidden_size=192, num_hidden_layers=1)
     options = {"quant": "int8", "compute": "float", "dtype": "bf16", "kv": "bf16", "gpu_mem": "0"}
 
     def answer() -> tuple[list[int], str]:

@@ -10,13 +10,16 @@ from pathlib import Path
 import pytest
 
 from moedge.apps.doctor import examination, host, kernels
-from moedge.offload.machine.profile import Overheads, read_machine
+from moedge.offload.machine.profile import LoadingRates, Overheads, read_machine
 from moedge.offload.machine.speeds import measure_disk
 from moedge.runtime.calibration import machine_profile, pass_rates
 from moedge.runtime.calibration.machine_profile import saved_profile
 from moedge.runtime.plan.plan_file import PastRun, keep
 
 MIB = 1 << 20
+OVERHEADS = Overheads(1e-3, 1e-4, 1e-4, 1e-8, 3e-4, 1e-5)
+FUSED = Overheads(5e-4, 5e-5, 5e-5, 1e-8, 3e-4, 1e-5)
+LOADING = LoadingRates(1e9, {"nf4": 2e8})
 
 
 @pytest.fixture
@@ -29,7 +32,9 @@ def brief(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(kernels, "_CHECKED", kernels._CHECKED[:1])
     monkeypatch.setattr(pass_rates, "weight_rates", lambda: {"nf4": {1: 1e9, 1024: 1e12}})
     monkeypatch.setattr(pass_rates, "pass_rates", dict)
-    monkeypatch.setattr(pass_rates, "measure_overheads", lambda: Overheads(1e-3, 1e-4, 1e-4, 1e-8, 3e-4, 1e-5))
+    monkeypatch.setattr(pass_rates, "loading_rates", lambda: LOADING)
+    monkeypatch.setattr(pass_rates, "measure_overheads", lambda: OVERHEADS)
+    monkeypatch.setattr(pass_rates, "measure_fused_overheads", lambda: FUSED)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
@@ -46,6 +51,7 @@ def test_what_is_measured_is_kept_and_printed_as_a_profile_that_can_be_read_back
     machine = read_machine(tmp_path / "machine.json")
     assert machine == saved_profile(stores)
     assert machine.flop_s == {"nf4": {1: 1e9, 1024: 1e12}}
+    assert (machine.loading, machine.overheads, machine.fused_overheads) == (LOADING, OVERHEADS, FUSED)
     document = json.loads(printed)
     assert document["schema"] == "moedge.machine/6"
     assert {"name", "verdict", "found", "fix"} == set(document["findings"][0])

@@ -56,6 +56,7 @@ def files(tmp_path: Path, out: str) -> list[bytes]:
     return [(tmp_path / f"{out}{suffix}").read_bytes() for suffix in (".jsonl", ".errors.jsonl")]
 
 
+@pytest.mark.sample("1-None", "12-RuntimeError", "60-None")
 @pytest.mark.parametrize("error", [None, RuntimeError])
 @pytest.mark.parametrize("passes", [1, 12, 60])
 def test_a_job_that_was_stopped_ends_with_the_same_bytes_and_asks_no_row_twice(

@@ -40,7 +40,7 @@ def begin(client: OpenAI, text: str, url: str = COMPLETION) -> Any:
 
 def polled(client: OpenAI, batch: Any, *statuses: str) -> Any:
     while (now := client.batches.retrieve(batch.id)).status not in (*statuses, "completed", "failed", "cancelled"):
-        time.sleep(0.3)
+        time.sleep(0.05)
     return now
 
 
@@ -212,7 +212,7 @@ def test_a_client_that_leaves_takes_its_sequence_along(client: OpenAI, served: R
     next(iter(stream))
     stream.close()
     while value(client, "moedge_requests") or value(client, "moedge_running_sequences"):
-        time.sleep(0.3)
+        time.sleep(0.05)
 
 
 def plain(client: OpenAI, path: str) -> str:

@@ -87,8 +87,13 @@ CALLS = {
 }
 
 
+# Every feature with and without tiles, and every chunking with both.
+@pytest.mark.sample(
+    "plain-1-fast", "plain-7-tiled", "window-7-fast", "window-200-tiled", "sinks-200-fast", "sinks-1-tiled",
+    "chunk-1-fast", "chunk-7-tiled", "softcap-7-fast", "softcap-200-tiled", "all-200-fast", "all-1-tiled",
+)  # fmt: skip
 @pytest.mark.parametrize("tiled", [False, True], ids=["fast", "tiled"])
-@pytest.mark.parametrize("chunk", [1, 7, pytest.param(64, marks=pytest.mark.slow), 200])
+@pytest.mark.parametrize("chunk", [1, 7, 64, 200])
 @pytest.mark.parametrize("name", CALLS)
 def test_any_chunking_agrees_with_float64(name: str, chunk: int, tiled: bool) -> None:
     call = CALLS[name]
@@ -99,6 +104,7 @@ def test_any_chunking_agrees_with_float64(name: str, chunk: int, tiled: bool) ->
         assert (out.double() - wanted).norm() / wanted.norm() < 2e-6
 
 
+@pytest.mark.sample("chunk", "all")
 @pytest.mark.parametrize("name", CALLS)
 def test_tiled_attention_has_the_same_bits_in_every_chunking_and_block_size(name: str) -> None:
     """The exactness contract: neither chunks, nor neighbours, nor blocks are a numeric variable."""

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.numerics
 
 needs_library = pytest.mark.skipif(not library.available(), reason=f"no library of CPU kernels: {library.lack()}")
 BUDGETS = Budgets(ram="6GiB", gpu_mem="0")
+FEW = PROMPTS[:1]
 BUNDLED = Path(__file__).parents[3] / "examples" / "tiny_moe" / "model"
 IDS = torch.tensor([[5, 80, 31, 200, 7, 9], [7, 7, 300, 4, 0, 0]])
 ROWS = torch.tensor([2, 3, 5])
@@ -37,7 +38,7 @@ def model(checkpoint: Callable[[str], Path]) -> Path:
     return checkpoint("qwen3_moe")
 
 
-def compare(model: Path, **options: str) -> CheckReport:
+def compare(model: Path, **options: object) -> CheckReport:
     return check(model, **{"budgets": BUDGETS, "dtype": "fp32", **options})  # type: ignore[arg-type]
 
 
@@ -64,7 +65,7 @@ def test_rounding_is_no_difference(model: Path) -> None:
 
 
 def test_the_bundled_model_is_the_same_in_its_own_dtype() -> None:
-    found = check(BUNDLED, budgets=BUDGETS)
+    found = check(BUNDLED, FEW, budgets=BUDGETS)
     assert found.dtype == "bf16"
     assert found.within
     assert found.head < 2**-7
@@ -74,13 +75,13 @@ def test_the_bundled_model_is_the_same_in_its_own_dtype() -> None:
 def test_one_altered_expert_is_found_in_its_layer(model: Path, dtype: str, tmp_path: Path) -> None:
     """Prepared weights of a copy in which one expert has other bytes, against the checkpoint."""
     other = altered(model, tmp_path / "altered", "layers.2.mlp.experts.3.")
-    found = check(prepared(other, tmp_path / "store", dtype), against=model, budgets=BUDGETS)
+    found = check(prepared(other, tmp_path / "store", dtype), FEW, against=model, budgets=BUDGETS)
     assert not found.within
     assert found.parts_at == 2
     assert found.local[2] > 4 * found.bounds[2]
     assert all(found.local[at] <= found.bounds[at] for at in (0, 1, 3))
     assert "layer 2 is the first to part" in verdict(found)
-    sound = check(prepared(model, tmp_path / "sound", dtype), against=model, budgets=BUDGETS)
+    sound = check(prepared(model, tmp_path / "sound", dtype), FEW, against=model, budgets=BUDGETS)
     assert sound.within
     assert sound.parts_at is None
 
@@ -99,7 +100,7 @@ def test_what_is_wrong_in_the_bundled_model_is_named_in_bf16(
     part: str, factor: float, layer: int | None, said: str, tmp_path: Path
 ) -> None:
     store = prepared(altered(BUNDLED, tmp_path / "altered", part, factor), tmp_path / "store", "bf16")
-    found = check(store, against=BUNDLED, budgets=BUDGETS)
+    found = check(store, FEW, against=BUNDLED, budgets=BUDGETS)
     assert not found.within
     assert found.parts_at == layer
     assert said in verdict(found)
@@ -146,7 +147,8 @@ JOBS = [
 def test_every_format_is_within_its_own_bounds(
     quant: str, compute: str, kv: str, checkpoint: Callable[..., Path]
 ) -> None:
-    found = check(checkpoint("qwen3_moe", **WIDE), quant=quant, compute=compute, kv=kv, dtype="bf16", budgets=BUDGETS)
+    model = checkpoint("qwen3_moe", **WIDE)
+    found = check(model, FEW, quant=quant, compute=compute, kv=kv, dtype="bf16", budgets=BUDGETS)
     assert found.difference == ""
     assert (found.quant, found.compute, found.kv) == (quant, compute, kv)
     parts = {part.name for part in found.parts if part.layer == 0}
@@ -257,13 +259,13 @@ def _fits(source: ModelSource, mib: int) -> bool:
 def test_kept_codes_are_the_same_and_packed_ones_state_their_loss(form: str, tmp_path: Path) -> None:
     family = "gpt_oss" if form == "mxfp4" else "qwen3_moe"
     write_quantized(form, tmp_path / "quantized", tmp_path / "wide", family)
-    found = compare(tmp_path / "quantized")
+    found = compare(tmp_path / "quantized", prompts=FEW)
     assert found.within
     assert found.reference == ("transformers" if form == "mxfp4" else "layers")
     if form == "fp8 blocks":
         assert found.quant == "int8"
         assert 0 < found.loss["experts"] < 0.02
-        exact = compare(tmp_path / "quantized", quant="none")
+        exact = compare(tmp_path / "quantized", prompts=FEW, quant="none")
         assert exact.within
     else:
         assert found.greedy_same == found.greedy_total

@@ -77,11 +77,19 @@ def clean(tmp_path: Path) -> None:
             path.unlink()
 
 
+# In the fast lane processes are killed at odd calls, and the power fails at even ones.
+@pytest.mark.sample("2")
+@pytest.mark.parametrize("step", [1, 2])
 def test_j2_j16_killed_at_every_call_the_job_ends_with_the_same_bytes(
-    job: Callable[..., Any], reference: Outputs, outputs: Callable[[], Outputs], disk_faults: ModuleType, tmp_path: Path
+    step: int,
+    job: Callable[..., Any],
+    reference: Outputs,
+    outputs: Callable[[], Outputs],
+    disk_faults: ModuleType,
+    tmp_path: Path,
 ) -> None:
     kinds: set[str] = set()
-    for last in range(1, 1000):
+    for last in range(1, 1000, step):
         disk = disk_faults.Disk(last)
         ended, _ = crash(job, disk, disk_faults.patched, disk_faults.Crash)
         if ended:
@@ -97,11 +105,18 @@ def test_j2_j16_killed_at_every_call_the_job_ends_with_the_same_bytes(
     assert kinds >= {"create", "write", "fsync", "fdatasync", "rename", "mkdir", "unlink"}
 
 
+@pytest.mark.sample("2")
+@pytest.mark.parametrize("step", [1, 2])
 def test_j3_the_power_fails_at_every_call_and_no_confirmed_row_is_lost(
-    job: Callable[..., Any], reference: Outputs, outputs: Callable[[], Outputs], disk_faults: ModuleType, tmp_path: Path
+    step: int,
+    job: Callable[..., Any],
+    reference: Outputs,
+    outputs: Callable[[], Outputs],
+    disk_faults: ModuleType,
+    tmp_path: Path,
 ) -> None:
     generator, most_confirmed = random.Random(3), 0
-    for last in range(1, 1000):
+    for last in range(step, 1000, step):
         disk = disk_faults.Disk(last)
         ended, confirmed = crash(job, disk, disk_faults.patched, disk_faults.Crash)
         if ended:
@@ -175,14 +190,19 @@ def no_patch(disk: Any) -> Any:
     return nullcontext()
 
 
-@pytest.mark.sample(2)
+# In the fast lane one error comes at odd calls, and the other at even ones.
+@pytest.mark.sample("ENOSPC-odd", "EIO-even")
+@pytest.mark.parametrize(("first", "step"), [(1, 1), (1, 2), (2, 2)], ids=["every", "odd", "even"])
 @pytest.mark.parametrize(
     ("fault", "short"),
     [(errno.ENOSPC, True), (errno.EIO, False), (errno.EMFILE, False), (errno.EROFS, False), (errno.EDQUOT, False)],
+    ids=["ENOSPC", "EIO", "EMFILE", "EROFS", "EDQUOT"],
 )
 def test_j6_j7_an_error_at_every_call_stops_the_job_resumable(
     fault: int,
     short: bool,
+    first: int,
+    step: int,
     job: Callable[..., Any],
     reference: Outputs,
     outputs: Callable[[], Outputs],
@@ -191,7 +211,7 @@ def test_j6_j7_an_error_at_every_call_stops_the_job_resumable(
 ) -> None:
     errors: set[type[BaseException]] = set()
     codes: set[ExitCode] = set()
-    for last in range(1, 1000):
+    for last in range(first, 1000, step):
         disk = disk_faults.Disk(last, fault=fault, short=short)
         try:
             with disk_faults.patched(disk):
@@ -252,8 +272,10 @@ def test_a_full_disk_stops_the_copy_of_answers_with_every_answer_safe(
     assert len(outputs()["out.jsonl"].splitlines()) == NUM_ROWS - 1
 
 
+@pytest.mark.sample("293")
+@pytest.mark.parametrize("apart", [97, 293])
 def test_j6_a_disk_that_is_full_at_any_byte_of_the_journal_leaves_a_job_that_goes_on(
-    job: Callable[..., Any], reference: Outputs, outputs: Callable[[], Outputs], tmp_path: Path
+    apart: int, job: Callable[..., Any], reference: Outputs, outputs: Callable[[], Outputs], tmp_path: Path
 ) -> None:
     """With no ballast to fall back on: what fits is kept, the rest is computed again."""
     real, stopped = os.pwrite, 0
@@ -261,7 +283,7 @@ def test_j6_a_disk_that_is_full_at_any_byte_of_the_journal_leaves_a_job_that_goe
     journal = (tmp_path / "out.job" / "journal").read_bytes()
     clean(tmp_path)
     # From behind the first record on: the file is created with it or not at all.
-    for room in range(journal.index(b"\n") + 1, len(journal), 97):
+    for room in range(journal.index(b"\n") + 1, len(journal), apart):
 
         def pwrite(descriptor: int, data: Any, offset: int, room: int = room) -> int:
             if os.readlink(f"/proc/self/fd/{descriptor}").endswith("lock") or offset + len(data) <= room:
@@ -281,7 +303,7 @@ def test_j6_a_disk_that_is_full_at_any_byte_of_the_journal_leaves_a_job_that_goe
         job()
         assert outputs() == reference
         clean(tmp_path)
-    assert stopped > 15
+    assert stopped > 15 * 97 // apart
 
 
 def no_room(*_: Any) -> None:

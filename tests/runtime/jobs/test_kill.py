@@ -22,14 +22,16 @@ def kill() -> ModuleType:
     return kills
 
 
+@pytest.mark.sample("15")
+@pytest.mark.parametrize("kills", [15, 30])
 def test_j1_j16_killed_at_random_the_job_ends_with_the_same_bytes(
-    kill: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    kills: int, kill: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kill.ledger, "datetime", kill.OneDay)
-    wrong = kill.run_fake(tmp_path, kills=30, seed=int(os.environ.get("KILL_SEED", "1")))
+    wrong = kill.run_fake(tmp_path, kills=kills, seed=int(os.environ.get("KILL_SEED", "1")))
     assert wrong.total() == 0
     said = capfd.readouterr().out
-    assert "30 kills of" in said
+    assert f"{kills} kills of" in said
     assert "between answers" in said
 
 

@@ -135,7 +135,7 @@ def test_i12_a_file_that_grows_while_it_is_read_is_refused(
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_is_a_few_hundred_bytes_per_row_whatever_the_rows_hold(tmp_path: Path) -> None:
     """In a process of its own, because a peak never goes down again."""
-    num_rows = 40_000
+    num_rows = 20_000
     path = tmp_path / "many.jsonl"
     with path.open("w") as file:
         for i in range(num_rows):

@@ -54,7 +54,7 @@ def test_a_mark_is_text_anywhere_but_at_the_start(read: Callable[..., list[Any]]
 
 @pytest.mark.parametrize("damage", ["cut", "header only", "flipped", "tail"])
 def test_damaged_gzip_ends_with_one_error_for_the_file(read: Callable[..., list[Any]], damage: str) -> None:
-    lines = b"".join(b'{"prompt":"%d"}\n' % (i * 7919) for i in range(20_000))
+    lines = b"".join(b'{"prompt":"%d"}\n' % (i * 7919) for i in range(2_000))
     whole = bytearray(gzip.compress(lines))
     if damage == "flipped":
         whole[len(whole) // 2] ^= 0xFF

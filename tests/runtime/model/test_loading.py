@@ -60,6 +60,18 @@ def test_the_names_of_transformers_that_are_not_public_are_still_there() -> None
     assert "model" in inspect.signature(get_model_conversion_mapping).parameters
 
 
+# Experts apart, stacked, transposed and renamed; matrices that no other family has.
+@pytest.mark.sample(
+    "deepseek_v3",
+    "gemma4_text",
+    "gpt_oss",
+    "granitemoe",
+    "laguna",
+    "llama4_text",
+    "longcat_flash",
+    "mixtral",
+    "qwen3_moe",
+)
 @pytest.mark.parametrize("family", FEATURES)
 def test_parameters_are_bit_equal(family: str, checkpoint: Callable[[str], Path], stock: Callable[[Path], Any]) -> None:
     folder = checkpoint(family)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,21 +19,27 @@ from support.known_shapes import plain_model
 GIB = 1 << 30
 
 
-@given(st.integers(0, 40), st.integers(1, 4000), st.integers(1, 4000), st.sampled_from([None, 1, 16, 128, 1024]))
-@settings(max_examples=20, deadline=None)
-def test_rows_that_the_plan_says_fit_do_and_longer_ones_do_not(
-    gigabytes: int, longest: int, shortest: int, window: int | None
-) -> None:
-    shape, job = plain_model(window=window), Workload(40, longest, min(shortest, longest))
-    try:
-        plan = make_plan(shape, Settings(), MemoryBudget(int(gigabytes * 0.25 * GIB)), job)
-    except DoesNotFit:
-        assert budget_range(shape, Settings(), replace(job, longest=job.least))[0] > gigabytes * 0.25 * GIB
-        return
-    assert plan.kv_tokens >= job.least
-    fits = [_fits(shape, plan, tokens) for tokens in (job.least, plan.kv_tokens, plan.kv_tokens + 1)]
-    assert fits == [True, True, False]
-    assert plan.used_nbytes <= plan.budget.host_nbytes
+@pytest.mark.sample("10-nf4")
+@pytest.mark.parametrize("quant", ["auto", "nf4"])
+@pytest.mark.parametrize("examples", [10, 40])
+def test_rows_that_the_plan_says_fit_do_and_longer_ones_do_not(examples: int, quant: str) -> None:
+    wanted = Settings(quant=quant)
+
+    @given(st.integers(0, 40), st.integers(1, 4000), st.integers(1, 4000), st.sampled_from([None, 1, 16, 128, 1024]))
+    @settings(max_examples=examples, deadline=None)
+    def hold(gigabytes: int, longest: int, shortest: int, window: int | None) -> None:
+        shape, job = plain_model(window=window), Workload(40, longest, min(shortest, longest))
+        try:
+            plan = make_plan(shape, wanted, MemoryBudget(int(gigabytes * 0.25 * GIB)), job)
+        except DoesNotFit:
+            assert budget_range(shape, wanted, replace(job, longest=job.least))[0] > gigabytes * 0.25 * GIB
+            return
+        assert plan.kv_tokens >= job.least
+        fits = [_fits(shape, plan, tokens) for tokens in (job.least, plan.kv_tokens, plan.kv_tokens + 1)]
+        assert fits == [True, True, False]
+        assert plan.used_nbytes <= plan.budget.host_nbytes
+
+    hold()
 
 
 def _fits(shape: ModelShape, plan: Plan, tokens: int) -> bool:

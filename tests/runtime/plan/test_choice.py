@@ -29,8 +29,10 @@ JOB = Workload(64, 160, 160, 64 * 128, 64 * 32)
 
 
 def request(ram: float, disk: float | None, rates: Rates = RATES, **found: object) -> PlanRequest:
+    """With passes that are given the search is short; formats are chosen all the same."""
     budget = MemoryBudget(int(ram * GIB), None, None if disk is None else int(disk * GIB))
-    return PlanRequest(costs=CostModel(SHAPE, rates), workload=JOB, budget=budget, **found)  # type: ignore[arg-type]
+    passes = Settings(tokens_per_pass=1024)
+    return PlanRequest(costs=CostModel(SHAPE, rates), workload=JOB, budget=budget, settings=passes, **found)  # type: ignore[arg-type]
 
 
 def test_no_format_is_chosen_whose_prepared_weights_the_disk_has_no_free_bytes_for() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from moedge.runtime.plan import plan_file
 from moedge.runtime.plan.plan_file import MOST_KEPT, PastRun, corrections, keep, last_runs
 
 RUN = PastRun(
@@ -17,12 +18,15 @@ RUN = PastRun(
 KINDS = ("nf4 bf16", "none bf16")
 
 
-def test_runs_are_kept_newest_first_and_bounded(tmp_path: Path) -> None:
+@pytest.mark.sample("12")
+@pytest.mark.parametrize("most", [12, MOST_KEPT])
+def test_runs_are_kept_newest_first_and_bounded(most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_file, "MOST_KEPT", most)
     path = tmp_path / "state" / "runs.json"
-    for index in range(MOST_KEPT + 5):
+    for index in range(most + 5):
         keep(replace(RUN, measured_tok_s=float(index)), path)
-    runs = last_runs(MOST_KEPT + 100, path)
-    assert [run.measured_tok_s for run in runs] == [float(index) for index in range(MOST_KEPT + 4, 4, -1)]
+    runs = last_runs(most + 100, path)
+    assert [run.measured_tok_s for run in runs] == [float(index) for index in range(most + 4, 4, -1)]
     assert len(last_runs(3, path)) == 3
     assert list(path.parent.iterdir()) == [path]
 

@@ -84,72 +84,87 @@ def attempt(shape: ModelShape, wanted: Settings, job: Workload, tier: str, budge
     return choose(shape, wanted, MemoryBudget(AMPLE, replace(ROOM, nbytes=budget)), job, FAST)
 
 
-@pytest.mark.parametrize("tier", [pytest.param("host", marks=pytest.mark.slow), "device"])
-@given(models(), SETTINGS, jobs(), st.floats(0, 1), st.floats(0, 1))
-@settings(max_examples=100, deadline=None, derandomize=True)
-def test_a_plan_fits_exactly_from_its_minimum_on_and_more_memory_is_never_slower(
-    tier: str, shape: ModelShape, wanted: Settings, job: Workload, share: float, more: float
-) -> None:
+@pytest.mark.sample("25-device")
+@pytest.mark.parametrize("tier", ["host", "device"])
+@pytest.mark.parametrize("examples", [25, 100])
+def test_a_plan_fits_exactly_from_its_minimum_on_and_more_memory_is_never_slower(examples: int, tier: str) -> None:
     """Two budgets for every shape."""
-    smallest, whole = budget_range(shape, wanted, job, ROOM if tier == "device" else None)
-    with pytest.raises(DoesNotFit, match=f"{-(-smallest // MIB)}MiB"):
-        attempt(shape, wanted, job, tier, smallest - 1)
-    lower = smallest + int(share * (whole - smallest))
-    higher = lower + int(more * 1.2 * (whole - smallest)) + 1
-    before, after = attempt(shape, wanted, job, tier, lower), attempt(shape, wanted, job, tier, higher)
-    for choice, budget in ((before, lower), (after, higher)):
-        assert choice.plan.used_nbytes <= budget
-        assert choice.plan.kv_tokens >= job.longest
-    # Loading and generating together decide: what generates no faster loads in less time.
-    loads_faster = after.prediction.total_s < before.prediction.total_s
-    assert loads_faster or after.prediction.seconds <= before.prediction.seconds * (1 + 1e-9)
+
+    @given(models(), SETTINGS, jobs(), st.floats(0, 1), st.floats(0, 1))
+    @settings(max_examples=examples, deadline=None, derandomize=True)
+    def hold(shape: ModelShape, wanted: Settings, job: Workload, share: float, more: float) -> None:
+        smallest, whole = budget_range(shape, wanted, job, ROOM if tier == "device" else None)
+        with pytest.raises(DoesNotFit, match=f"{-(-smallest // MIB)}MiB"):
+            attempt(shape, wanted, job, tier, smallest - 1)
+        lower = smallest + int(share * (whole - smallest))
+        higher = lower + int(more * 1.2 * (whole - smallest)) + 1
+        before, after = attempt(shape, wanted, job, tier, lower), attempt(shape, wanted, job, tier, higher)
+        for choice, budget in ((before, lower), (after, higher)):
+            assert choice.plan.used_nbytes <= budget
+            assert choice.plan.kv_tokens >= job.longest
+        # Loading and generating together decide: what generates no faster loads in less time.
+        loads_faster = after.prediction.total_s < before.prediction.total_s
+        assert loads_faster or after.prediction.seconds <= before.prediction.seconds * (1 + 1e-9)
+
+    hold()
 
 
-@given(models(), SETTINGS, jobs(), st.floats(0, 1), st.floats(0, 1.5), st.floats(0, 1.5))
-@settings(max_examples=100, deadline=None, derandomize=True)
-def test_the_disk_fits_exactly_from_its_minimum_on_and_more_of_it_is_never_slower(
-    shape: ModelShape, wanted: Settings, job: Workload, share: float, some: float, other: float
-) -> None:
+@pytest.mark.sample("25")
+@pytest.mark.parametrize("examples", [25, 100])
+def test_the_disk_fits_exactly_from_its_minimum_on_and_more_of_it_is_never_slower(examples: int) -> None:
     """Two budgets of disk for every shape and budget of memory."""
-    smallest, whole = budget_range(shape, wanted, job)
-    host = smallest + int(share * (whole - smallest))
-    store = weights_nbytes(shape, wanted.quant, shape.dtype)
 
-    def seconds(disk: int) -> float | None:
-        try:
-            choice = choose(shape, wanted, MemoryBudget(host, None, disk), job, FAST)
-        except DoesNotFit as refused:
-            refusal = str(refused)
-        else:
-            refusal = ""
-        if refusal:
-            assert f"give --disk {-(-store // MIB)}MiB" in refusal
-            return None
-        assert disk >= store or not choice.plan.streams
-        return choice.prediction.seconds
+    @given(models(), SETTINGS, jobs(), st.floats(0, 1), st.floats(0, 1.5), st.floats(0, 1.5))
+    @settings(max_examples=examples, deadline=None, derandomize=True)
+    def hold(shape: ModelShape, wanted: Settings, job: Workload, share: float, some: float, other: float) -> None:
+        smallest, whole = budget_range(shape, wanted, job)
+        host = smallest + int(share * (whole - smallest))
+        store = weights_nbytes(shape, wanted.quant, shape.dtype)
 
-    # Without any, weights must have room in memory.
-    minimum = 0 if seconds(0) is not None else store
-    if minimum:
-        assert seconds(minimum - 1) is None
-    lower, higher = sorted(int(each * store) for each in (some, other))
-    before, after = seconds(lower), seconds(higher)
-    assert (before is not None, after is not None) == (lower >= minimum, higher >= minimum)
-    if before is not None and after is not None:
-        assert after <= before * (1 + 1e-9)
+        def seconds(disk: int) -> float | None:
+            try:
+                choice = choose(shape, wanted, MemoryBudget(host, None, disk), job, FAST)
+            except DoesNotFit as refused:
+                refusal = str(refused)
+            else:
+                refusal = ""
+            if refusal:
+                assert f"give --disk {-(-store // MIB)}MiB" in refusal
+                return None
+            assert disk >= store or not choice.plan.streams
+            return choice.prediction.seconds
+
+        # Without any, weights must have room in memory.
+        minimum = 0 if seconds(0) is not None else store
+        if minimum:
+            assert seconds(minimum - 1) is None
+        lower, higher = sorted(int(each * store) for each in (some, other))
+        before, after = seconds(lower), seconds(higher)
+        assert (before is not None, after is not None) == (lower >= minimum, higher >= minimum)
+        if before is not None and after is not None:
+            assert after <= before * (1 + 1e-9)
+
+    hold()
 
 
-def test_the_least_lossy_format_within_one_and_a_half_times_the_fastest_is_taken() -> None:
-    shape, job = plain_model(), Workload(1000, 256, 256, 128_000, 128_000)
+# Which format is taken is asked of the seconds of each, whatever passes they are of.
+@pytest.mark.sample("few passes")
+@pytest.mark.parametrize(
+    "passes", [{"tokens_per_pass": 256, "max_sequences": 64}, {}], ids=["few passes", "all passes"]
+)
+def test_the_least_lossy_format_within_one_and_a_half_times_the_fastest_is_taken(passes: dict[str, int]) -> None:
+    shape, job, wanted = plain_model(), Workload(1000, 256, 256, 128_000, 128_000), Settings(**passes)  # type: ignore[arg-type]
+    taken = []
     for budget in range(2 * GIB, 10 * GIB, 2 * GIB):
-        choice = choose(shape, Settings(), MemoryBudget(budget), job, FAST)
+        choice = choose(shape, wanted, MemoryBudget(budget), job, FAST)
         fastest = min(choice.seconds.values())
         lossless_first = list(choice.seconds)
         worth = [quant for quant in lossless_first if choice.seconds[quant] <= WORTH * fastest]
         assert choice.plan.quant == worth[0]
-    whole = choose(shape, Settings(), MemoryBudget(64 * GIB), job, FAST)
+        taken.append(choice.plan.quant)
+    whole = choose(shape, wanted, MemoryBudget(64 * GIB), job, FAST)
     assert (whole.plan.quant, list(whole.seconds)) == ("none", ["none"]), "all fits: no other format is considered"
-    assert choose(shape, Settings(), MemoryBudget(2 * GIB), job, FAST).plan.quant != "none"
+    assert taken[0] != "none"
 
 
 @pytest.mark.parametrize(
@@ -167,7 +182,8 @@ def test_the_least_lossy_format_within_one_and_a_half_times_the_fastest_is_taken
 )
 def test_what_the_user_sets_is_a_fixed_point(changed: dict[str, object], kept: tuple[str, object]) -> None:
     job = Workload(300, 300, 300, 30_000, 60_000)
-    plan = choose(plain_model(), Settings(**changed), MemoryBudget(3 * GIB), job, FAST).plan  # type: ignore[arg-type]
+    wanted = Settings(**{"max_sequences": 40, **changed})  # type: ignore[arg-type]
+    plan = choose(plain_model(), wanted, MemoryBudget(3 * GIB), job, FAST).plan
     assert getattr(plan, kept[0]) == kept[1]
 
 
@@ -225,12 +241,12 @@ def test_the_choice_is_that_of_the_exhaustive_search(
 
 def test_a_bound_that_is_too_high_is_caught() -> None:
     """The control of the test above: with a bound that is none, other plans are taken."""
-    job = Workload(1000, 768, 768, 512_000, 256_000)
+    job, wanted = Workload(1000, 768, 768, 512_000, 256_000), Settings(quant="none")
 
     def differs(budget: int) -> bool:
-        right = choose(plain_model(), Settings(), MemoryBudget(budget), job, FAST)
+        right = choose(plain_model(), wanted, MemoryBudget(budget), job, FAST)
         with bound(lambda least: 1e9 / least):
-            return choose(plain_model(), Settings(), MemoryBudget(budget), job, FAST) != right
+            return choose(plain_model(), wanted, MemoryBudget(budget), job, FAST) != right
 
     assert any(differs(budget) for budget in range(2 * GIB, 10 * GIB, GIB))
 
@@ -275,10 +291,11 @@ def test_what_is_refused_of_known_models_fits_no_workload(name: str, rows: tuple
 
 def _never_more_than(shape: ModelShape, wanted: Settings, job: Workload, device: DeviceBudget | None) -> None:
     """The smallest budget of a workload is not refused, and that of one token is the limit."""
+    costs = CostModel(shape, FAST)
 
     def request(workload: Workload, nbytes: int) -> PlanRequest:
         budget = MemoryBudget(nbytes) if device is None else MemoryBudget(AMPLE, replace(device, nbytes=nbytes))
-        return PlanRequest(costs=CostModel(shape, FAST), workload=workload, budget=budget, settings=wanted)
+        return PlanRequest(costs=costs, workload=workload, budget=budget, settings=wanted)
 
     refuse_too_small(request(job, budget_range(shape, wanted, replace(job, longest=job.least), device)[0]))
     token = Workload(1, 1, 1, 0, 1)

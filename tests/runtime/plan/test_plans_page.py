@@ -29,7 +29,8 @@ def test_the_page_and_the_file_are_about_all_models_and_cards() -> None:
         assert list(plans) == [f"{card}, {ram} GiB" for card in CARDS for ram in RAM]
 
 
-@pytest.mark.sample(2)
+# What any card shows of a change to the planner; the laws below are held of all in the file.
+@pytest.mark.sample("Qwen3-30B-A3B-RTX 4060 8GB")
 @pytest.mark.parametrize(("name", "card"), list(product(MODELS, CARDS)))
 def test_plans_are_current_and_keep_every_budget(name: str, card: str) -> None:
     for ram in RAM:
@@ -84,14 +85,19 @@ def test_no_card_with_kernels_for_experts_computes_them_one_by_one() -> None:
             assert all(plan["grouped"] for plan in _plans(name, card)), (name, card)
 
 
-@pytest.mark.parametrize("name", [pytest.param("Qwen3-30B-A3B", marks=pytest.mark.slow), "gpt-oss-20b"])
-def test_every_point_of_a_curve_is_what_that_budget_plans(name: str) -> None:
-    asked = question(name, "RTX 3060 12GB", 24, Settings())
+# With passes that are given the search is short, and formats are chosen all the same.
+@pytest.mark.sample("gpt-oss-20b-given passes")
+@pytest.mark.parametrize(
+    "passes", [{}, {"tokens_per_pass": 1024, "max_sequences": 32}], ids=["any passes", "given passes"]
+)
+@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "gpt-oss-20b"])
+def test_every_point_of_a_curve_is_what_that_budget_plans(name: str, passes: dict[str, int]) -> None:
+    asked = question(name, "RTX 3060 12GB", 24, Settings(**passes))  # type: ignore[arg-type]
     points = {(point.varied, point.value): point for point in by_budget(asked)}
     assert ("device", 11 * GIB + GIB // 2) in points
     for gib in (5, 8):
         point = points["device", gib * GIB]
-        own = solve(question(name, "RTX 3060 12GB", 24, Settings(), gpu_mem=f"{gib}GiB"))
+        own = solve(question(name, "RTX 3060 12GB", 24, asked.settings, gpu_mem=f"{gib}GiB"))
         assert (point.generated_tok_s, point.quant) == (own.prediction.generated_tok_s, own.plan.quant)
     assert max(value for varied, value in points if varied == "device") <= 12 * GIB
 

@@ -37,7 +37,11 @@ def random_settings(rng: random.Random) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("number", [0, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 2))])
+@pytest.mark.sample(
+    "deepseek_v3-0", "gemma4_text-0", "gpt_oss-0", "kimi_linear-0", "laguna-0", "llama4_text-0", "longcat_flash-0",
+    "nemotron_h-0",
+)  # fmt: skip
+@pytest.mark.parametrize("number", [0, 1, 2])
 @pytest.mark.parametrize("family", FEATURES)
 def test_what_transformers_writes_passes(family: str, number: int, tmp_path: Path) -> None:
     """In random settings, as a shape of as many parameters, and as headers that fill the meta model."""

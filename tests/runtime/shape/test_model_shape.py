@@ -39,7 +39,7 @@ from support.defaults_table import rebuild
 from support.installed_transformers import NEWEST, installed, needs_transformers
 from support.known_shapes import CONFIGS
 from support.quantized_checkpoints import FORMATS, write_quantized
-from support.tiny_families import build_model, stored_numel, tiny_config
+from support.tiny_families import FEATURES, build_model, stored_numel, tiny_config
 
 
 def read(folder: Path) -> ModelShape:
@@ -47,6 +47,8 @@ def read(folder: Path) -> ModelShape:
         return model_shape(ModelConfig.read(folder), files.entries)
 
 
+# Experts of every kind, latents, indexers and states; `make matrix` runs every family.
+@pytest.mark.sample(*FEATURES, *INDEXED, "deepseek_v3", "kimi_linear", "qwen3_next", "falcon_h1", "jamba", "lfm2_moe")
 @pytest.mark.parametrize("family", installed(SUPPORTED))
 def test_shape_agrees_with_the_stock_model(family: str, tmp_path: Path) -> None:
     model = build_model(family)

@@ -123,6 +123,7 @@ MIXED: list[tuple[str, list[dict[str, Any]]]] = [
 ]
 
 
+@pytest.mark.sample("qwen3", "harmony")
 @pytest.mark.parametrize(("template", "rows"), MIXED, ids=[template for template, _ in MIXED])
 def test_an_answer_does_not_depend_on_its_batch(answer: Answer, template: str, rows: list[dict[str, Any]]) -> None:
     script = {"qwen3": "<think>", "harmony": "<|channel|>analysis<|message|>"}.get(template, "")

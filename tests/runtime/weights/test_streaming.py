@@ -41,7 +41,7 @@ def moved(loaded: LoadedEngine) -> int:
     return loaded.streamed.nbytes_from_disk
 
 
-@pytest.mark.sample("qwen3_moe-nf4")
+@pytest.mark.sample("3 layers-qwen3_moe-nf4")
 @pytest.mark.parametrize(
     ("family", "quant"),
     [
@@ -53,10 +53,11 @@ def moved(loaded: LoadedEngine) -> int:
         ("llama", "none"),
     ],
 )
+@pytest.mark.parametrize("sizes", [{"num_hidden_layers": 3}, {}], ids=["3 layers", "all layers"])
 def test_tokens_are_the_same_at_every_budget(
-    family: str, quant: str, checkpoint: Callable[[str], Path], tmp_path: Path
+    sizes: dict[str, int], family: str, quant: str, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    with open_source(str(checkpoint(family))) as source:
+    with open_source(str(checkpoint(family, **sizes))) as source:
         smallest, whole = budget_range(source.shape, settings(quant), JOB)
         plans = [make_plan(source.shape, settings(quant), MemoryBudget(budget), JOB) for budget in
                  (whole + (1 << 28), (smallest + whole) // 2, smallest)]  # fmt: skip

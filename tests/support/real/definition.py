@@ -13,6 +13,7 @@ from transformers import DynamicCache
 from moedge.quant.formats.format import get_format
 from moedge.quant.tensor import pack_into
 from support.real.measure import Found
+from support.real.rotation import unpacked
 from support.real.text import ANSWER, QUESTIONS, windows
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -21,15 +22,14 @@ COLUMNS = 32
 
 
 class Stock:
-    """transformers' model of a checkpoint, a folder or a GGUF file, in float32, and its tokenizer."""
+    """transformers' model of a checkpoint, a folder or SmolLM2's GGUF file, in float32, and its tokenizer."""
 
     def __init__(self, model: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        where = {"gguf_file": model.name} if model.is_file() else {}
-        folder = model.parent if model.is_file() else model
-        self.tokenizer = AutoTokenizer.from_pretrained(folder, **where)
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **where).eval()
+        folder = unpacked() if model.is_file() else model
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         head = self.model.get_output_embeddings()
         head.weight = nn.Parameter(head.weight.detach().clone())
         # A head that is the embedding, too, stays a float matrix.

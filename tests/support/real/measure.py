@@ -1,9 +1,9 @@
 """What moedge makes of a model in some cases, each asked through `moedge.LLM`.
 
-    MOEDGE_ISA=avx2 python -m support.real.measure MODEL OUT < CASES.json
+    MOEDGE_ISA=avx2 python -m support.real.measure MODEL < CASES.json
 
-CASES.json is a list of [options of LLM, windows, their tokens, questions]; OUT gets a line of JSON for each as it ends.
-One process has one instruction set; `measure` starts it.
+CASES.json is a list of [options of LLM, windows, their tokens, questions]; a line of JSON is printed for each as it
+ends. One process has one instruction set; `measure` starts it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -80,34 +81,45 @@ def size(case: Case, num_windows: int, num_questions: int) -> tuple[int, int, in
 
 
 def measure(
-    model: Path, cases: Iterable[Case], out: Path, num_windows: int = WINDOWS, num_questions: int = FEW
-) -> dict[Case, Found | str]:
-    """What each case gives, or the error it ends with; `out` is an empty folder. One process an instruction set."""
+    model: Path, cases: Iterable[Case], num_windows: int = WINDOWS, num_questions: int = FEW
+) -> Iterator[tuple[Case, Found | str]]:
+    """What each case gives, or the error it ends with, as soon as it is there. One process an instruction set."""
     by_isa: dict[str, list[Case]] = {}
     for case in cases:
         by_isa.setdefault(case.isa, []).append(case)
-    found: dict[Case, Found | str] = {}
-    for isa, some in by_isa.items():
-        asked = [[case.options, *size(case, num_windows, num_questions)] for case in some]
-        file = out / f"{isa}.jsonl"
+    for isa, left in by_isa.items():
+        asked = [[case.options, *size(case, num_windows, num_questions)] for case in left]
         environment = os.environ | {
             "MOEDGE_ISA": isa,
             "TRITON_INTERPRET": "1",
             "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}",
         }
-        done = subprocess.run(
-            [sys.executable, "-m", "support.real.measure", str(model), str(file)],
-            input=json.dumps(asked), text=True, capture_output=True, env=environment, cwd=ROOT, check=False,
-        )  # fmt: skip
-        lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-        for case, line in zip(some, lines, strict=False):
-            found[case] = line if isinstance(line, str) else Found(*line)
-        for case in some[len(lines) :]:
-            found[case] = f"exit code {done.returncode}: {done.stderr[-2000:]}"
-    return found
+        command = [sys.executable, "-m", "support.real.measure", str(model)]
+        with (
+            tempfile.TemporaryFile("w+") as said,
+            subprocess.Popen(
+                command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said,
+                env=environment, cwd=ROOT,
+            ) as process,
+        ):  # fmt: skip
+            assert process.stdin is not None
+            assert process.stdout is not None
+            with process.stdin as given:
+                json.dump(asked, given)
+            for text in process.stdout:
+                line = json.loads(text)
+                yield left.pop(0), line if isinstance(line, str) else Found(*line)
+            code = process.wait()
+            said.seek(0)
+            why = said.read()[-2000:]
+        for case in left:
+            yield case, f"exit code {code}: {why}"
 
 
-def main(model: str, out: str, asked: Sequence[Sequence[Any]]) -> None:
+def main(model: str, asked: Sequence[Sequence[Any]]) -> None:
+    # Whatever else prints does so on stderr.
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     from moedge import LLM
     from moedge.offload.errors import MoedgeError
     from moedge.quant.matmul.matmul import GEMV_MAX_ROWS
@@ -115,20 +127,19 @@ def main(model: str, out: str, asked: Sequence[Sequence[Any]]) -> None:
 
     # A measured time decides up to how many rows kernels read codes: here they always do, or results would differ.
     engine_loader.measure_gemv_max_rows = lambda *_: GEMV_MAX_ROWS  # type: ignore[assignment]
-    with Path(out).open("w") as file:
-        for options, num_windows, length, num_questions in asked:
-            line: Any
-            try:
-                with LLM(
-                    model, ram="3GiB", gpu_mem=0, max_model_len=length + 8, rows=max(16, num_questions),
-                    prompt_tokens=48, output_tokens=ANSWER, **options,
-                ) as llm:  # fmt: skip
-                    found = ask(llm, num_windows, length, num_questions)
-                    line = [found.logprobs, found.answers, found.texts]
-            except MoedgeError as error:
-                line = f"{type(error).__name__}: {error}"
-            print(json.dumps(line), file=file, flush=True)
+    for options, num_windows, length, num_questions in asked:
+        line: Any
+        try:
+            with LLM(
+                model, ram="3GiB", gpu_mem=0, max_model_len=length + 8, rows=max(16, num_questions),
+                prompt_tokens=48, output_tokens=ANSWER, **options,
+            ) as llm:  # fmt: skip
+                found = ask(llm, num_windows, length, num_questions)
+                line = [found.logprobs, found.answers, found.texts]
+        except MoedgeError as error:
+            line = f"{type(error).__name__}: {error}"
+        print(json.dumps(line), file=results, flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], json.load(sys.stdin))
+    main(sys.argv[1], json.load(sys.stdin))

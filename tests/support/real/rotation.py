@@ -24,17 +24,11 @@ def orthogonal(size: int, seed: int) -> Tensor:
     return q * r.diagonal().sign()
 
 
-def load(file: Path) -> Any:
-    """transformers' model of a GGUF file, float32."""
+def load() -> Any:
+    """The original in float32, as transformers reads its file."""
     from transformers import AutoModelForCausalLM
 
-    read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    # transformers saves no model that it read from a GGUF file.
-    for name in ("quantization_config", "_model_name_or_path"):
-        vars(read.config).pop(name, None)
-    model = type(read)(read.config)
-    model.load_state_dict(read.state_dict())
-    return model.eval()
+    return AutoModelForCausalLM.from_pretrained(unpacked(), dtype=torch.float32).eval()
 
 
 @torch.no_grad()
@@ -68,34 +62,59 @@ def _set(module: nn.Module, weight: Tensor) -> None:
     module.weight = nn.Parameter(weight.float(), requires_grad=False)
 
 
+def unpacked() -> Path:
+    """The folder of the original in float32, written where it is missing: a GGUF file takes transformers half a minute
+    of the processor, and many tests ask for the model."""
+    return _written("SmolLM2-135M-Instruct-float32", _read_gguf)
+
+
+def _read_gguf() -> Any:
+    from transformers import AutoModelForCausalLM
+
+    file = smollm2()
+    read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    # transformers saves no model that it read from a GGUF file.
+    for name in ("quantization_config", "_model_name_or_path"):
+        vars(read.config).pop(name, None)
+    model = type(read)(read.config)
+    model.load_state_dict(read.state_dict())
+    return model
+
+
 def rotated(seed: int = SEED) -> Path:
-    """The folder of the rotated checkpoint, written where it is missing."""
-    return _written(f"{NAME}-{seed}", lambda model: rotate(model, seed))
+    """The folder of the rotated checkpoint in bf16, written where it is missing."""
+
+    def make() -> Any:
+        model = load()
+        rotate(model, seed)
+        return model.to(torch.bfloat16)
+
+    return _written(f"{NAME}-{seed}", make)
 
 
 def shallow() -> Path:
-    """The folder of the model's first two layers, with its embedding and norms, written where it is missing."""
+    """The folder of the model's first two layers in bf16, with its embedding and norms, written where it is missing."""
 
-    def cut(model: Any) -> None:
+    def make() -> Any:
+        model = load()
         model.model.layers = model.model.layers[:2]
         model.config.num_hidden_layers = 2
+        return model.to(torch.bfloat16)
 
-    return _written("SmolLM2-135M-Instruct-2-layers", cut)
+    return _written("SmolLM2-135M-Instruct-2-layers", make)
 
 
-def _written(name: str, change: Callable[[Any], None]) -> Path:
+def _written(name: str, make: Callable[[], Any]) -> Path:
     from transformers import AutoTokenizer
 
     folder = cache() / name
     if folder.exists():
         return folder
-    file = smollm2()
-    model = load(file)
-    change(model)
     # Two processes may write it at once; the first one's stays.
     with tempfile.TemporaryDirectory(dir=cache()) as scratch:
         unfinished = Path(scratch) / name
-        model.to(torch.bfloat16).save_pretrained(unfinished)
+        make().save_pretrained(unfinished)
+        file = smollm2()
         AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(unfinished)
         if not folder.exists():
             unfinished.rename(folder)
