@@ -10,6 +10,8 @@
 docs/python.md is the guide. Importing moedge loads no torch; the first use of `LLM` or `run_batch` does.
 """
 
+from __future__ import annotations
+
 from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any

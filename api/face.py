@@ -4,6 +4,8 @@ An application (`apps/`) imports these names, those of `moedge` and, in its comm
 else (tests/house/test_apps.py). A name is imported when it is used.
 """
 
+from __future__ import annotations
+
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -1,5 +1,7 @@
 """What other budgets and settings would give than a plan, and the JSON document of `moedge plan`. Torch-free."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace

@@ -1,5 +1,7 @@
 """What commands of applications may use of the command line. Torch-free, and each name is imported when it is used."""
 
+from __future__ import annotations
+
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

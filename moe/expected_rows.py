@@ -1,5 +1,7 @@
 """How many experts, and how many padded rows, the tokens of a pass want together. Torch-free: the planner uses it."""
 
+from __future__ import annotations
+
 
 def expected_union(tokens: float, per_token: int, num_experts: int) -> float:
     """The expected number of experts of a layer that at least one of `tokens` independent tokens wants.

@@ -1,5 +1,7 @@
 """What an expert computes, the tokens of a pass grouped by expert, and the routed sum of their outputs."""
 
+from __future__ import annotations
+
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress

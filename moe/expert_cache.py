@@ -1,5 +1,7 @@
 """The streaming expert cache: slots of held experts, who gives one up, and the experts that a layer gets."""
 
+from __future__ import annotations
+
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet

@@ -3,6 +3,8 @@
 They only observe; caches and summaries read them.
 """
 
+from __future__ import annotations
+
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 

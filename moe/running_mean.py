@@ -1,5 +1,7 @@
 """An exponential moving average."""
 
+from __future__ import annotations
+
 
 class RunningMean:
     """`value` is None before the first observation unless it is given; `newest` is the weight of each new observation.

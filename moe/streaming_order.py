@@ -5,6 +5,8 @@ A *turn* is one visit to a layer with experts; turns are counted from the first 
 A guess is what the next layer's router makes of this layer's hidden states. A wrong one costs only bandwidth.
 """
 
+from __future__ import annotations
+
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Set as AbstractSet

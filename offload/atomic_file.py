@@ -1,6 +1,8 @@
 """Writes a file that appears under its name complete and synced to disk, or not at all; and locks files. Does not know
 their contents."""
 
+from __future__ import annotations
+
 import fcntl
 import os
 from pathlib import Path

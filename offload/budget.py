@@ -1,5 +1,7 @@
 """Parses the sizes of budgets as people write them: 7GiB, 80%, auto-1GiB. Torch-free."""
 
+from __future__ import annotations
+
 import difflib
 import re
 from collections.abc import Callable

@@ -1,5 +1,7 @@
 """A base class of what is closed when the block ends that opened it."""
 
+from __future__ import annotations
+
 from typing import Self
 
 

@@ -1,5 +1,7 @@
 """Host memory: how much this process may use, uses now, and has used at most, and what malloc keeps. Torch-free."""
 
+from __future__ import annotations
+
 import ctypes
 import os
 import re

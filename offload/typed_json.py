@@ -1,5 +1,7 @@
 """Reads back what `dataclasses.asdict` and `json` wrote, strictly by the types of the fields."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import is_dataclass
 from functools import cache

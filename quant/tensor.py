@@ -4,6 +4,8 @@ There is a codec for each weight format, in each order of its codes. A codec tak
 between which threads wait for Python's lock; the library of CPU kernels packs to the same bytes in one call.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Mapping
 from ctypes import POINTER, byref
 from dataclasses import dataclass, field

@@ -1,5 +1,7 @@
 """Whether Ray is installed, and a cluster answers at an address: asked before a job's rows are read. Torch-free."""
 
+from __future__ import annotations
+
 import os
 import signal
 import socket

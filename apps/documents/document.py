@@ -5,6 +5,8 @@ Chunks are substrings: those of a text cover it, each is at most `limit` long by
 knows its offsets and its pages. Cuts are chosen greedily: the best kind of boundary in the last part of what fits.
 """
 
+from __future__ import annotations
+
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping

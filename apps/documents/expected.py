@@ -1,5 +1,7 @@
 """What the files of a folder come to, by some of them that were read."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field

@@ -1,5 +1,7 @@
 """Handles signals that stop a job: at once while no rows run, after the pass while rows run."""
 
+from __future__ import annotations
+
 import os
 import signal
 from collections.abc import Iterator

@@ -1,5 +1,7 @@
 """A checkpoint folder, which is untrusted: files below it only, the index, tensors, their bytes and where these lie."""
 
+from __future__ import annotations
+
 import os
 import re
 import stat

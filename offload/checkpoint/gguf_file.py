@@ -4,6 +4,8 @@ Knows the file format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 the same files, but trusts their counts and lengths, and keeps an object for every string of a vocabulary. Torch-free.
 """
 
+from __future__ import annotations
+
 import math
 import os
 import re

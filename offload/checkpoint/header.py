@@ -4,6 +4,8 @@ It is stricter than the library, which accepts duplicate names, unknown fields a
 file format (https://huggingface.co/docs/safetensors), not models. Torch-free.
 """
 
+from __future__ import annotations
+
 import codecs
 import gc
 import json

@@ -1,5 +1,7 @@
 """How busy others keep this machine's processors: what is measured beside them is no truth. Torch-free."""
 
+from __future__ import annotations
+
 import os
 import time
 

@@ -1,5 +1,7 @@
 """Identifies the hardware that a measurement is valid for: CPU, RAM, GPUs and driver, disk. Torch-free."""
 
+from __future__ import annotations
+
 import ctypes
 import os
 import platform

@@ -5,6 +5,8 @@
 Every measurement returns None on a machine without a CUDA device.
 """
 
+from __future__ import annotations
+
 import ctypes
 import itertools
 import mmap

@@ -3,6 +3,8 @@
 A file is checked against its record when it is opened, a shard when it is read. Knows bytes, not what they are for.
 """
 
+from __future__ import annotations
+
 import errno
 import json
 import math

@@ -1,5 +1,7 @@
 """All stores under one root: lists and removes them, and computes their disk budget. Opens no shard."""
 
+from __future__ import annotations
+
 import os
 import re
 import shutil

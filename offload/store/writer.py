@@ -3,6 +3,8 @@
 Knows how layers, the head and resident tensors are laid out in files; receives packed bytes, not their meaning.
 """
 
+from __future__ import annotations
+
 import errno
 import os
 import shutil

@@ -3,6 +3,8 @@
 Shards are read in chunks, so that all threads work on the shard that is needed first. Torch-free.
 """
 
+from __future__ import annotations
+
 import errno
 import mmap
 import os

@@ -6,6 +6,8 @@ which thread or CUDA stream moves the bytes. Torch-free.
 A lane orders copies against compute: only lanes know reader threads or CUDA streams. Torch-free.
 """
 
+from __future__ import annotations
+
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass

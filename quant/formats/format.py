@@ -3,6 +3,8 @@
 Torch-free, because the planner needs layouts before any tensor exists. Knows sizes, not values.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, product, repeat

@@ -1,5 +1,7 @@
 """4-bit codes, row after row, as indices into 16 values: both codes of a byte are looked up at once."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple

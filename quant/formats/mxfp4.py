@@ -4,6 +4,8 @@ Planes: codes uint8 [N, K/2], the first of two weights in the low bits; scales u
 127. A weight is LEVELS[code] * 2^(scale - 127), exact in bfloat16. These are the bytes of gpt-oss checkpoints.
 """
 
+from __future__ import annotations
+
 from functools import cache
 from itertools import pairwise
 

@@ -6,6 +6,8 @@ a block are ordered as [K/group, 32, ...] in planes of scales and zeros; as [K/2
 16 + i in the high bits (so do the codes of order `nf4pack`).
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -1,5 +1,7 @@
 """What kernels are chosen by: a GPU, and which families of Triton kernels run on it. Torch-free and Triton-free."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable
 from importlib.util import find_spec

@@ -1,5 +1,7 @@
 """The operands of the grouped product, and the activations that it supports. Triton-free."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self

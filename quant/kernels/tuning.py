@@ -4,6 +4,8 @@ They were chosen because they compile without register spills (docs/dev/kernels.
 H100 has timed them so far; `python -m bench.kernels` does. Triton-free.
 """
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 from ..formats.format import QUANT_FORMATS, ROWS, Layout, get_format

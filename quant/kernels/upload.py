@@ -1,5 +1,7 @@
 """Uploads small tensors to a device through one ring of page-locked memory."""
 
+from __future__ import annotations
+
 import ctypes
 import threading
 

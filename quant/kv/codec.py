@@ -5,6 +5,8 @@ scales. Quotients are rounded by floor(x + 0.5), which every kernel language has
 float16's range (scales above 65504) decode as not finite; such a sequence ends with an error.
 """
 
+from __future__ import annotations
+
 import math
 from typing import NamedTuple
 

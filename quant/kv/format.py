@@ -21,6 +21,8 @@ A token's codes depend on that token alone (there are scales per token and head)
 copied and moved without being encoded again.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType

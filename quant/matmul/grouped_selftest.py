@@ -1,5 +1,7 @@
 """Compares the grouped product on a GPU with its definition, in every format, on a model's widths. Imports Triton."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate

@@ -4,6 +4,8 @@ Inputs are such that one column of a matrix that is left out, or read twice, exc
 row has numbers in a few adjacent columns only, all rows together in all of them, and errors are those of single rows.
 """
 
+from __future__ import annotations
+
 from contextvars import ContextVar
 from itertools import accumulate, pairwise
 from math import lcm

@@ -4,6 +4,8 @@ A step's arguments are a structure of native/library.py. Activations are bfloat1
 which each row chooses A. Rows are set by `Steps.run`, counters by `Steps`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from ctypes import POINTER, Array, Structure, addressof, byref, c_int64, memset, sizeof
 from types import MappingProxyType

@@ -1,5 +1,7 @@
 """A fork-join pool of threads that compute in parallel, each with a share of torch's threads. Knows no products."""
 
+from __future__ import annotations
+
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager

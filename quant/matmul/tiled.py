@@ -5,6 +5,8 @@ matrix and the rows that it is multiplied by) from a counter that they share. A 
 rows nor the threads (native/tiles.h).
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, addressof, byref, c_int64
 from functools import partial

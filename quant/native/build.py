@@ -3,6 +3,8 @@
 Imports nothing of moedge: setup.py loads this file before anything is installed.
 """
 
+from __future__ import annotations
+
 import platform
 import re
 import shutil

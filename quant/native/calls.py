@@ -4,6 +4,8 @@ Widening MXFP4 is one call in place of several passes of torch. On a processor w
 the library's code for such processors does it.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from ctypes import POINTER, byref, c_int64, c_void_p
 from functools import cache

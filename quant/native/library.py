@@ -7,6 +7,8 @@ Constants, enums and structures are read from interface.h, where alone they stan
 struct of the same name and refuses others; addresses are those of contiguous memory that outlives the calls.
 """
 
+from __future__ import annotations
+
 import ctypes
 import os
 import re

@@ -1,5 +1,7 @@
 """Chooses the attention backend of a run: the first of a table that can compute it, or the one named. Torch-free."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 from ...quant.kernels.gpu import Gpu

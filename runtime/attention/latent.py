@@ -9,6 +9,8 @@ Token t scores the tokens s up to itself by the sum over the indexer's heads h o
 attends to those with the highest scores. The keys k have blocks of their own in the cache.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 
 import torch

@@ -3,6 +3,8 @@
 A row's bits depend on its query and its past alone: neither on other rows nor on threads.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from ctypes import addressof
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """The protocol of attention backends, as the attention seam uses it, and where tokens of a pass are in the cache."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain

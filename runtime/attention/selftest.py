@@ -1,5 +1,7 @@
 """Compares attention that a job is about to call with its definition: torch's, in float32 over the same codes."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple

@@ -3,6 +3,8 @@
 Rows of prompts attend sequence by sequence, generated tokens of several sequences at once.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self

@@ -1,5 +1,7 @@
 """Attention with Triton kernels that read blocks in place, in the format of the KV cache. Imports Triton."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module

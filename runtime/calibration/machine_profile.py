@@ -3,6 +3,8 @@
 The only file that knows which measurements make up a profile.
 """
 
+from __future__ import annotations
+
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace

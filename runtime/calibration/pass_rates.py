@@ -3,6 +3,8 @@
 For the machine's profile; rates are named as predictions look them up (plan/cost_model.py).
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing

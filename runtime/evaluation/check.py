@@ -1,5 +1,7 @@
 """`check`: an engine's logits, and what its layers return, beside those of transformers for the same checkpoint."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace

@@ -4,6 +4,8 @@ The definition is torch's, in float32: weights as their codes and scales say, ac
 rounds them, and attention over the codes of the cache. So a part differs by the rounding of the job's dtype alone.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

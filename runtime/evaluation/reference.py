@@ -9,6 +9,8 @@ adds up, and in a mixture it chooses other experts where a router's scores are n
 differ.
 """
 
+from __future__ import annotations
+
 import importlib.util
 import json
 from collections.abc import Callable, Mapping, Sequence

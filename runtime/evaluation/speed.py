@@ -1,5 +1,7 @@
 """How fast a model generates here, by the number of sequences: measured on random prompts, beside what was planned."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass

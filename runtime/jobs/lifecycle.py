@@ -2,6 +2,8 @@
 cluster all go this way.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import ExitStack

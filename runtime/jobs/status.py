@@ -1,6 +1,8 @@
 """The state of a job, read from its folder without disturbing whoever works on it, and what can be done to it from
 outside. Torch-free."""
 
+from __future__ import annotations
+
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping

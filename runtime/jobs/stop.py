@@ -4,6 +4,8 @@ A fatal signal, an error that nobody foresaw, a library that calls exit() and th
 trace, so rows that were in work are suspects. `kill -9` and a power cut leave none.
 """
 
+from __future__ import annotations
+
 import ctypes
 import faulthandler
 import os

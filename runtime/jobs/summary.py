@@ -3,6 +3,8 @@
 Knows no clock and no engine. A value that was not measured is null; no key is ever absent.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace

@@ -1,5 +1,7 @@
 """The KV cache of a model over all layer groups: block tables grow, share, fork, are parked on the host and freed."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass

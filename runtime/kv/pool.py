@@ -1,5 +1,7 @@
 """The bytes of the blocks of one layer group, and how to read and write them in their KV format."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 
 import torch

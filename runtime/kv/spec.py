@@ -1,5 +1,7 @@
 """The memory layout of one layer group's keys and values. Torch-free, so that a planner can size caches."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 from functools import cache

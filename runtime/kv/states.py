@@ -3,6 +3,8 @@
 Slots beyond those of running sequences hold snapshots: states at the end of a prefix, found by the hash of its tokens.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

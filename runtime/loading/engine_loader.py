@@ -5,6 +5,8 @@ variant that a job can need: Triton compiles one when it is first launched, whic
 than one and is better done before the first row.
 """
 
+from __future__ import annotations
+
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack

@@ -1,5 +1,7 @@
 """Resolves budgets on this machine: host memory, and a device's memory where one is found."""
 
+from __future__ import annotations
+
 import torch
 from torch.nn import functional
 

@@ -1,5 +1,7 @@
 """Prepares the store of a checkpoint, or finds the one that was prepared before."""
 
+from __future__ import annotations
+
 import gc
 import shutil
 from collections.abc import Mapping

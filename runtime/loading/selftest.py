@@ -9,6 +9,8 @@ not tried there again as long as the GPU, torch, Triton and their own source are
 every start.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import os

@@ -6,6 +6,8 @@ attention with an indexer that chooses `index_topk` tokens for each token. Index
 here before it does, and attention goes on from there.
 """
 
+from __future__ import annotations
+
 import dis
 import inspect
 import sys

@@ -1,5 +1,7 @@
 """Instantiates transformers' own model class on the meta device, and replaces linears and experts by packed modules."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -8,6 +8,8 @@ Of kept codes a row of all planes is one run of bytes, so that transformers' con
 rows, treat kept weights as they treat floats: a weight is uint8 [N, bytes of a row].
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod

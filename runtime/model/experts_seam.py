@@ -3,6 +3,8 @@
 llama4 computes its experts, and the scale of its queries, outside of the seams: `adapt` brings it to them.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
 from typing import Any

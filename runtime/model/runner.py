@@ -1,5 +1,7 @@
 """A loaded model: transformers' definition over packed weights, and the executor of its passes, chosen at load."""
 
+from __future__ import annotations
+
 from contextlib import AbstractContextManager
 from typing import Protocol
 

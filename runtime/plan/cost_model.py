@@ -3,6 +3,8 @@
 A pass costs seconds of every resource; a job is a few kinds of passes. `CostModel` is all that the planner needs of it.
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

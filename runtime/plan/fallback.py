@@ -8,6 +8,8 @@ Torch-free.
 No answer depends on them. The result of each step is again a plan, with all of its sizes.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple

@@ -3,6 +3,8 @@
 Torch-free.
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from dataclasses import dataclass
 

@@ -4,6 +4,8 @@ The planner makes a ledger, the loader records what it allocates. The output of 
 rehearsal, the run's summary and the check against the budgets read it and nothing else.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Self

@@ -4,6 +4,8 @@ Runs are in one small file in the user's state folder, newest first, replaced by
 one or the new one is there. A damaged one counts as empty.
 """
 
+from __future__ import annotations
+
 import json
 import math
 from collections.abc import Sequence

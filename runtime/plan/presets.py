@@ -5,6 +5,8 @@ counted: kernels in instructions, torch's operations in launches and bytes, the 
 a count here, and nothing else. docs/tables/plans.md says what was measured.
 """
 
+from __future__ import annotations
+
 import difflib
 import re
 from collections.abc import Mapping

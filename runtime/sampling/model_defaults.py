@@ -1,5 +1,7 @@
 """What a model's generation_config.json says of sampling: values for settings that nobody has given."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace

@@ -2,6 +2,8 @@
 those that nobody has given. Knows no tensor, no tokenizer and no row format.
 """
 
+from __future__ import annotations
+
 import sys
 from dataclasses import dataclass
 from enum import StrEnum

@@ -8,6 +8,8 @@ tokens unless min-p and top-p are both on.
 Log-probabilities are the model's own: penalties, filters and masks decide which token is drawn, not its probability.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

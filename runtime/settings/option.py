@@ -7,6 +7,8 @@ The parameters of commands and of Python functions, what they accept, the keys o
 `MOEDGE_...`, `moedge config init` and docs/tables/options.md are made of these. Torch-free.
 """
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

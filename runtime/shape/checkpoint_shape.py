@@ -1,5 +1,7 @@
 """The shape of a checkpoint folder. Torch-free."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator, Mapping
 from functools import partial

@@ -4,6 +4,8 @@ The values go to a transformers config class only after they passed here: a conf
 code before, whatever the trust flag said (CVE-2026-4372, CVE-2026-22807).
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path

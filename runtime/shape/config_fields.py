@@ -4,6 +4,8 @@ An allow-list: what is not in it is dropped, because a key that transformers kno
 code or decide an allocation.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -6,6 +6,8 @@ or hear (transformers' `*ForConditionalGeneration`) have the text model's own co
 tensors under a prefix. Other tensors are not read.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -6,6 +6,8 @@ other families transformers is asked (model/definition.py).
 Torch-free. The layouts are those that quantized.py reads, which makes a shape of these tensors as of those of files.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterator, Mapping
 

@@ -4,6 +4,8 @@ Keys are those of llama.cpp's converter (gguf.constants.Keys), names those of gg
 tensors show are taken from the tensors. Stacked experts become one weight each, so that they are read one by one.
 """
 
+from __future__ import annotations
+
 import math
 import re
 import struct

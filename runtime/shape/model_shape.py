@@ -1,5 +1,7 @@
 """ModelShape: everything that memory planning needs to know of a checkpoint. See docs/dev/model-shape.md."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Any
 

@@ -4,6 +4,8 @@ The names of tensors say which weights are quantized, and their shapes must be t
 of modules are never matched: a regular expression of a stranger can run for hours.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

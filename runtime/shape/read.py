@@ -1,5 +1,7 @@
 """Reads a ModelShape from config.json and the headers of a checkpoint, by the names of the tensors. Torch-free."""
 
+from __future__ import annotations
+
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping

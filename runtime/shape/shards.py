@@ -1,5 +1,7 @@
 """A model as shards: runs of bytes that move as one. Torch-free, so a planner counts exactly what will be allocated."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field

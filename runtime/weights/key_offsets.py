@@ -5,6 +5,8 @@ depend on which rows came first. Any text will do, because quantization suffers 
 (quant/kv/codec.py).
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass

@@ -6,6 +6,8 @@ the files in the same way, so do the others, whose bytes are only read, for chec
 transformers' conversions move or change is copied.
 """
 
+from __future__ import annotations
+
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator

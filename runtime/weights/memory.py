@@ -4,6 +4,8 @@ Each tier has one arena, cut into slots as the plan says. The only record of whe
 were swapped; knows neither how bytes came there nor what they mean.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,5 +1,7 @@
 """Turns tensors into kernel launches: grids, compile-time sizes, warps; and all launches of a job. Imports Triton."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from typing import NamedTuple
 

@@ -4,6 +4,8 @@ Tile sizes were chosen by what compiles without spills (docs/dev/kernels.md); on
 (bench/results/gpu.md), and `python -m bench.kernels` times them on others.
 """
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple, Self
 
 import torch

@@ -1,5 +1,7 @@
 """Computes all decoder layers of a pass of generated tokens in one call of the library: these models' executor."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import NamedTuple, Self
 

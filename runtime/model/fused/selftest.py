@@ -1,5 +1,7 @@
 """Fuses the decoder layers of a loaded model where a self-test at load agrees with the seams."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -4,6 +4,8 @@ A pass is one row of tokens of many sequences. Projections compute all of it at 
 convolution and the scan, is called by sequence, and once for all sequences that add one token.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
