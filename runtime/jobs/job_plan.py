@@ -94,8 +94,9 @@ class _Machine:
         return replace(self, profile=machine_profile(budgets.disk_dir or default_root(), files=files))
 
     def costs(self, shape: ModelShape, settings: Settings, device: DeviceBudget | None) -> CostModel:
-        """The cost model from its rates; with the rates of `device` if there is one."""
-        return CostModel(shape, rates_of(self.profile, device is not None), BESIDE_PASSES)
+        """The cost model from its rates; with the rates of `device` if there is one, whose host thread is counted."""
+        on_device = device is not None
+        return CostModel(shape, rates_of(self.profile, on_device), {} if on_device else BESIDE_PASSES)
 
     def corrections(self, shape: ModelShape, settings: Settings, device: DeviceBudget | None) -> dict[str, float]:
         """What its earlier runs taught."""
