@@ -63,9 +63,10 @@ LAYER_LAUNCHES, DECODE_LAUNCHES, TORCH_LAUNCHES, TORCH_DECODE_LAUNCHES, PASS_LAU
 # An expert that torch computes: aten's operations of its two products, of int8 and nf4 (int4's are 24).
 EXPERT_LAUNCHES = 12
 # An expert that streams, in groups of four, as they are when the host is what passes wait for: cache, order, lane 26 us
-# and a quarter of a grouped product's 50 us (`python -m bench.host_cost --lane cuda`, Zen 5); 24 calls, and a quarter
-# of two launches by Triton, three uploads and an allocation.
-ARRIVAL_S = SLOWER * (26e-6 + 50e-6 / 4) + 24 * CALL_S + (2 * 18e-6 + 4 * 5e-6) / 4
+# and a quarter of a grouped product's 50 us (`python -m bench.host_cost --lane cuda`, Zen 5); calls, of which five end
+# events (bench/test_host_cost.py); and a quarter of two launches by Triton, three uploads and an allocation.
+ARRIVAL_CALLS = 24
+ARRIVAL_S = SLOWER * (26e-6 + 50e-6 / 4) + ARRIVAL_CALLS * CALL_S + (2 * 18e-6 + 4 * 5e-6) / 4
 # A sequence in a pass: engine and text 10 us, tables of pages 15 us (Zen 5).
 SEQUENCE_S = SLOWER * 25e-6
 # Operations of a tile of the sampler whose rows are drawn from the best k, and the logits of a tile (Sampler).

@@ -162,12 +162,21 @@ def test_every_point_of_a_curve_is_what_that_budget_plans(name: str, passes: dic
     assert max(value for varied, value in points if varied == "device") <= 12 * GIB
 
 
-@pytest.mark.parametrize("card", ["RTX 4060 8GB", "RTX 4090 24GB"])
-def test_speed_in_a_format_grows_with_the_budget_of_a_card(card: str) -> None:
-    """A tenth of a GiB at a time, where budgets were seen to give less."""
+@pytest.mark.parametrize(
+    ("name", "card", "settings"),
+    [
+        ("Qwen3-30B-A3B", "RTX 4060 8GB", Settings(quant="nf4", kv="int8")),
+        ("Qwen3-30B-A3B", "RTX 4090 24GB", Settings(quant="nf4", kv="int8")),
+        ("gpt-oss-20b", "RTX 3060 12GB", Settings(quant="none", kv="int4")),
+    ],
+)
+def test_speed_in_a_format_grows_with_the_budget_of_a_card(name: str, card: str, settings: Settings) -> None:
+    """From the smallest budgets on; a tenth of a GiB at a time near the card's own, where budgets gave less."""
+    quarters = range(12, 4 * PRESETS[card].gib - 8, 1 + PRESETS[card].gib // 12)
+    near = range(PRESETS[card].gib * 10 - 20, PRESETS[card].gib * 10 - 5, 3)
     before = 0.0
-    for tenths in range(PRESETS[card].gib * 10 - 20, PRESETS[card].gib * 10 - 5, 3):
-        mem = f"{tenths * GIB // 10 // (1 << 20)}MiB"
-        found = solve(question("Qwen3-30B-A3B", card, 64, Settings(quant="nf4", kv="int8"), gpu_mem=mem))
-        assert found.prediction.generated_tok_s >= before * (1 - 1e-9)
+    for gib in [*(each / 4 for each in quarters), *(each / 10 for each in near)]:
+        found = solve(question(name, card, 64, settings, gpu_mem=f"{int(gib * 1024)}MiB"))
+        assert found.prediction.generated_tok_s >= before * (1 - 1e-9), gib
         before = found.prediction.generated_tok_s
+    assert before > 100
