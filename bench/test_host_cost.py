@@ -12,7 +12,7 @@ ENDED = 5
 
 
 def test_plans_count_as_many_calls_as_the_lane_makes() -> None:
-    sizes = argparse.Namespace(layers=4, experts=64, tokens=32, ring=64, lane="cuda", repeats=2)
+    sizes = argparse.Namespace(layers=4, experts=64, tokens=32, ring=64, lane="cuda", repeats=6)
     calls = [float(row["calls of CUDA per expert"]) for row in measure(sizes)]
     assert len(calls) == 4
-    assert max(calls) == pytest.approx(ARRIVAL_CALLS - ENDED, abs=0.5)
+    assert max(calls) == pytest.approx(ARRIVAL_CALLS - ENDED, abs=1)
