@@ -340,7 +340,7 @@ QUANT_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
                 64,
                 "bfloat16",
                 auto=True,
-                assumed=Assumed(0.53, 4.6, 6e7, 2.5e9, {8: (12.7, 14.0, 18.4), 9: (12.9, 13.6, 9.6)}),
+                assumed=Assumed(0.53, 4.6, 6e7, 2.5e9, {8: (13.0, 14.5, 19.0), 9: (12.9, 13.6, 9.6)}),
             ),
             WeightFormat(
                 "mxfp4",

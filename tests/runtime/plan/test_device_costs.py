@@ -4,7 +4,10 @@ sampler, bytes of torch.
 
 import json
 import math
-from collections.abc import Iterator
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +137,27 @@ def test_torch_moves_as_many_bytes_for_a_weight(quant: str) -> None:
             multiply._multiply_strips(x, packed, x.new_empty(4, shape[0]))
         numel, nbytes = numel + shape[0] * shape[1], nbytes + counted.nbytes
     assert nbytes / numel == pytest.approx(ASSUMED[quant].dense_nbytes, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [75, 80, 89, 90, 120])
+def test_instructions_are_those_that_kernels_compile_to(arch: int) -> None:
+    """Of 8.0, 8.9 and 12.0 plans have the worst."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "matrix.compiling.instructions", str(arch)]
+    # Compiled, not interpreted as in other tests.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_INTERPRET")}
+    made = subprocess.check_output(command, cwd=ROOT / "tests", env=environment, text=True, timeout=240)
+    found = json.loads(made)[f"sm{arch}"]
+    major = {75: 0, 90: 9}.get(arch, 8)
+
+    def compare(counted: Iterable[float], planned: Iterable[float], what: str) -> None:
+        for count, plan in zip(counted, planned, strict=True):
+            assert count == pytest.approx(plan, rel=0.02) if major != 8 else count <= plan * 1.02, what
+
+    for kind in ("native", "int8", "int4"):
+        compare(found["decode"][kind], presets._DECODE[major][kind], f"decode {kind}")
+        if major:
+            compare(found["prompts"][kind], presets._PROMPTS[major][kind], f"prompts {kind}")
+    for name, counts in found["weights"].items():
+        compare(counts.values(), ASSUMED[name].instructions[major], name)
