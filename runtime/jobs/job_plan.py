@@ -102,7 +102,8 @@ class _Machine:
         dtype = choose_dtype(settings.dtype, shape.dtype, gpu)
         formats = formats_key(settings.quant, dtype, settings.compute, settings.deterministic, on_device)
         return PlanRequest(
-            costs=CostModel(shape, rates_of(self.profile, on_device), BESIDE_PASSES),
+            # The host thread of a device is counted.
+            costs=CostModel(shape, rates_of(self.profile, on_device), {} if on_device else BESIDE_PASSES),
             workload=workload,
             budget=budget,
             settings=settings,

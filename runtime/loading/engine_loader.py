@@ -47,6 +47,7 @@ from ..model.recurrent.pass_states import PassStates
 from ..model.recurrent.seam import adapt_recurrences
 from ..model.runner import ModelRunner
 from ..model.weights_seam import PIECE_NUMEL, SMALL_PIECE_NUMEL, ArrivingLayers, move_resident, norm_in_pieces
+from ..plan.candidate import SAMPLER_NBYTES
 from ..plan.fallback import FallbackPolicy
 from ..plan.kernels import FUSED_DECODER, FUSED_LAYERS, SEAMS, Kernels, product_kernels
 from ..plan.memory_ledger import FUSED, KV_CACHE, PARKED, RINGS, STAGED, STATES, WEIGHTS, WORKSPACE, MemoryLedger
@@ -282,7 +283,9 @@ class Loading:
             fused = self._fuse(packed, layers, cache)
             limits = PassLimits(self.plan.tokens_per_pass, self.plan.max_sequences, self.plan.prompt_cut)
             free = (lambda: None) if device is None else device.give_back
-            engine = Engine(packed, Scheduler(limits, cache), Sampler(), free)
+            # On a device few large tiles: each starts as many kernels. The plan has the bytes in any case.
+            sampler = Sampler() if device is None else Sampler(SAMPLER_NBYTES)
+            engine = Engine(packed, Scheduler(limits, cache), sampler, free)
             opened.pop_all()
         ledger = self._ledger(streamed, cache, parking)
         if self.plan.fused_nbytes:

@@ -32,8 +32,8 @@ from .planner import PlanRequest
 
 RUNS_SCHEMA = "moedge.runs/3"
 MOST_KEPT = 200
-# What a job does beside bare passes (sampling, text, the journal, caches that they empty) is in no profile. First jobs
-# took 1.05 to 1.7 times the time of compute alone, the middle one a quarter more (bench/results/log.md).
+# What a job does beside bare passes (sampling, text, the journal, caches that they empty) is in no profile of a CPU.
+# First jobs took 1.05 to 1.7 times the time of compute alone, the middle one a quarter more (bench/results/log.md).
 BESIDE_PASSES = MappingProxyType({"compute": 1.25})
 
 

@@ -14,6 +14,7 @@ from moedge.quant.kernels.product import Launch
 from moedge.quant.kernels.tuning import TILE_ROWS
 from moedge.runtime.jobs.lifecycle import prompt_tokens, rehearse
 from moedge.runtime.loading.engine_loader import load_engine
+from moedge.runtime.plan.candidate import SAMPLER_NBYTES
 from moedge.runtime.plan.placement import Workload
 
 AMPERE = (8, 6)
@@ -60,6 +61,15 @@ def test_experts_products_are_launched_in_all_tiles_at_load(
         launched.clear()
         rehearse(loaded, plan, tiny.job, chain(prompt_tokens([], tiny.source.shape.vocab)))
         assert set() < products(launched) <= at_load
+        loaded.close()
+
+
+def test_the_sampler_of_a_device_has_what_the_plan_sets_aside(case: Any, fakes: ModuleType) -> None:
+    """A tile starts as many kernels however large it is."""
+    tiny = case("mixtral")
+    with fakes.FakeDevice(2) as fake:
+        loaded = load_engine(tiny.source, tiny.plan(fake.device), None, fake.device)
+        assert loaded.engine.sampler.scratch_nbytes == SAMPLER_NBYTES
         loaded.close()
 
 
