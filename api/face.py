@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     )
     from .offload.machine.profile import SCHEMA, FlopRates, Machine, saved_path
     from .offload.memory import Heap, MemoryGroup, host_available, host_total, memory_groups, reset_host_peak
-    from .offload.store.stores import default_root, disk_of, stores
+    from .offload.store.stores import default_root, disk_free, disk_of, stores
     from .quant.formats.format import QUANT_FORMATS
     from .runtime.calibration.machine_profile import machine_profile, measure_cache_reads, saved_profile
     from .runtime.engine.engine import Engine, Metrics
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from .runtime.rows.fields import MAX_STOP
     from .runtime.rows.row import CONTINUE_CUT, Endpoint, ErrorCode, InvalidRow, Row, RowFailure, parse_object
     from .runtime.rows.row_formats import Template, read_schema, text_or_file
-    from .runtime.rows.tables import InputFormat, guessed_encoding
+    from .runtime.rows.tables import guessed_encoding
     from .runtime.sampling.grammar import SchemaError, compile_schema
     from .runtime.settings import errors, option, options
     from .runtime.settings.errors import counted
@@ -140,6 +140,7 @@ _MODULES = {
     # Prepared weights on disk, and how well past runs were predicted.
     "PastRun": ".runtime.plan.plan_file",
     "default_root": ".offload.store.stores",
+    "disk_free": ".offload.store.stores",
     "disk_of": ".offload.store.stores",
     "last_runs": ".runtime.plan.plan_file",
     "stores": ".offload.store.stores",
@@ -177,7 +178,6 @@ _MODULES = {
     "Checked": ".runtime.jobs.session",
     "Ended": ".runtime.jobs.session",
     "ErrorCode": ".runtime.rows.row",
-    "InputFormat": ".runtime.rows.tables",
     "guessed_encoding": ".runtime.rows.tables",
     "JobObserver": ".batch",
     "JobSeries": ".batch",
@@ -276,7 +276,6 @@ __all__ = [
     "GIB",
     "GpuState",
     "Heap",
-    "InputFormat",
     "InvalidRow",
     "JobFolder",
     "JobLock",
@@ -333,6 +332,7 @@ __all__ = [
     "counted",
     "cpu_kernels",
     "default_root",
+    "disk_free",
     "disk_of",
     "dotted",
     "duration",

@@ -14,13 +14,11 @@ from .runtime.jobs.lifecycle import OpenModel
 from .runtime.jobs.run import AnswerText, OpenRow
 from .runtime.jobs.stop import DeferredInterrupt
 from .runtime.plan.placement import Workload
-from .runtime.rows.row import Row
+from .runtime.rows.row import ChatPrompt, Endpoint, Row, TextPrompt
 from .runtime.sampling.model_defaults import model_defaults
 from .runtime.sampling.params import SequenceSampling
 from .runtime.settings.errors import DoesNotFit
 from .runtime.settings.settings import Budgets, Settings
-from .runtime.text.chat_stream import StreamOptions
-from .runtime.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +108,16 @@ def answer(model: str, prompt: str, settings: Settings, budgets: Budgets, option
     """
     with OpenModel(model) as opened:
         source, tokenizer = opened.source, opened.tokenizer
-        prompt_ids = _encode(tokenizer, prompt, options)
+        encoder = RowEncoder(tokenizer, source.shape.vocab, source.shape.context)
+        asked: TextPrompt | ChatPrompt = TextPrompt(prompt)
+        if tokenizer.has_chat_template and not options.raw:
+            asked = ChatPrompt(({"role": "user", "content": prompt},), variables=options.variables)
+        prompt_ids = encoder.token_ids(asked)
         max_tokens = _max_tokens(len(prompt_ids), source.shape.context, options.max_tokens)
         params = _params(source.folder, max_tokens, options)
-        sequence, text = _sequence(tokenizer, prompt_ids, params, options.raw)
-        loaded = opened.load(settings, budgets, Workload(1, sequence.max_tokens))
-        encoder = RowEncoder(tokenizer, source.shape.vocab, source.shape.context)
-        yield from Generation(loaded.engine.engine, encoder).text(sequence, text)
+        begun = OpenRow.start(Row(0, 1, "", Endpoint.SHORT, (asked,), params), [(prompt_ids, params)], encoder)
+        loaded = opened.load(settings, budgets, Workload(1, begun.sequences[0].max_tokens))
+        yield from Generation(loaded.engine.engine, encoder).text(begun.sequences[0], begun.texts[0])
 
 
 def _params(folder: Path, max_tokens: int, options: PromptOptions) -> SequenceSampling:
@@ -124,25 +125,6 @@ def _params(folder: Path, max_tokens: int, options: PromptOptions) -> SequenceSa
     if options.temperature is not None:
         values["temperature"] = options.temperature
     return SequenceSampling(max_tokens, seed=options.seed, max_thinking_tokens=options.max_thinking_tokens, **values)
-
-
-def _sequence(
-    tokenizer: Tokenizer, prompt_ids: list[int], params: SequenceSampling, raw: bool
-) -> tuple[Sequence, AnswerText]:
-    """The sequence, and the text that grows with it."""
-    eos_ids = frozenset(tokenizer.eos_token_ids)
-    if not raw and tokenizer.has_chat_template:
-        bounds = StreamOptions(max_thinking_tokens=params.max_thinking_tokens)
-        if (parts := tokenizer.chat_stream(prompt_ids, bounds)) is not None:
-            return Sequence(prompt_ids, params, eos_ids | tokenizer.chat_stop_ids, text=parts, parts=parts), parts
-    text = tokenizer.stream()
-    return Sequence(prompt_ids, params, eos_ids, text=text), text
-
-
-def _encode(tokenizer: Tokenizer, prompt: str, options: PromptOptions) -> list[int]:
-    if options.raw or not tokenizer.has_chat_template:
-        return tokenizer.encode(prompt)
-    return tokenizer.encode_chat([{"role": "user", "content": prompt}], variables=options.variables)
 
 
 def _max_tokens(num_prompt: int, context: int, wanted: int | None) -> int:

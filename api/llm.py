@@ -66,7 +66,8 @@ class LLM(Closing):
         self._options = options
         self._builder = RowBuilder(Defaults(seed=options.get("seed", 0)))
         self._opened = OpenModel(str(model))
-        self._model = str(model)
+        # The model, as it was asked for.
+        self.name = str(model)
         self._loaded: LoadedModel | None = None
         self._turn, self._caller = threading.Lock(), 0
         try:
@@ -88,11 +89,6 @@ class LLM(Closing):
     def max_model_len(self) -> int:
         """Tokens of the longest sequence, prompt and answer: what was asked for, or less where memory is short."""
         return self._engine.longest
-
-    @property
-    def name(self) -> str:
-        """The model, as it was asked for."""
-        return self._model
 
     def get_tokenizer(self) -> Tokenizer:
         """What turns texts into token ids and back: `encode`, `encode_chat`, `decode`."""
@@ -220,7 +216,7 @@ class LLM(Closing):
         """
         check(options, JobOptions)
         shared = {name: value for name, value in self._options.items() if name in BatchOptions.__annotations__}
-        request = batch_request(self._model, input_file, output, **cast(BatchOptions, {**shared, **options}))
+        request = batch_request(self.name, input_file, output, **cast(BatchOptions, {**shared, **options}))
         with self._in_use_by_one_call() as loaded:
             ended = run_job(request, BatchProgress(progress), loaded)
         refuse_over_budget(ended.over_budget, ended.summary)

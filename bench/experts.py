@@ -34,7 +34,7 @@ import torch
 from transformers import AutoTokenizer
 
 from bench.make_real_mixture import prose
-from moedge.moe.streaming_mode import ExpertOptions, Mode
+from moedge.moe.streaming_mode import Mode
 from moedge.offload.memory import host_peak, return_memory
 from moedge.offload.stream.stream import ShardKey
 from moedge.runtime.engine.sequence import Sequence
@@ -94,13 +94,13 @@ def decode(loaded: LoadedEngine, prompts: Iterator[list[int]], sequences: int, w
         engine.step()
     loaded.streamed.start_counting()
     engine.start_counting()
-    observe = loaded.streamed.experts.stats.popularity.observe
+    observe = loaded.streamed.experts.stats.count
 
     def record(layer: int, tokens: int, counts: Items[int]) -> None:
         done.trace.append([expert for expert, count in enumerate(counts) if count])
         observe(layer, tokens, counts)
 
-    loaded.streamed.experts.stats.popularity.observe = record  # type: ignore[method-assign]
+    loaded.streamed.experts.stats.count = record  # type: ignore[method-assign]
     busy = seconds_reading(loaded)
     for _ in range(passes):
         begin = time.perf_counter()
@@ -141,7 +141,7 @@ def shards_of(source: ModelSource, plan: Plan) -> Any:
 
 
 def run(source: ModelSource, plan: Plan, store: Path, mode: Mode | None, prose: bool, *sizes: int) -> Decoded:
-    with closing(load_engine(source, plan, store, experts=ExpertOptions(mode))) as loaded:
+    with closing(load_engine(source, plan, store, stream=mode)) as loaded:
         return decode(loaded, prose_prompts(source) if prose else random_prompts(), *sizes)
 
 

@@ -33,7 +33,7 @@ import torch
 from moedge.moe.expert import ExpertGroups, ExpertWeights, group_by_expert
 from moedge.moe.expert_cache import ExpertSlots, Popular, StreamingExpertCache
 from moedge.moe.routing_stats import RoutingStats
-from moedge.moe.streaming_mode import Mode, ModeChoice, RouterLatency
+from moedge.moe.streaming_mode import Mode, RouterLatency
 from moedge.moe.streaming_order import ExpertFetchQueue, ExpertForecast, StreamingOrder
 from moedge.offload.device import Pinned
 from moedge.offload.stream.cuda_lane import CudaLane
@@ -175,7 +175,7 @@ class Layers:
         memory = torch.empty(arguments.ring * nbytes, dtype=torch.uint8)
         counts = dict.fromkeys(range(self.count), self.experts)
         stats = RoutingStats(counts)
-        probabilities = {layer: one.wanted_by(arguments.tokens) for layer, one in stats.popularity.layers.items()}
+        probabilities = {layer: one.wanted_by(arguments.tokens) for layer, one in stats.layers.items()}
         end = up.nbytes + down.nbytes
 
         def bind(key: ShardKey, view: torch.Tensor) -> ExpertWeights:
@@ -195,10 +195,10 @@ class Layers:
         order = StreamingOrder(
             ExpertFetchQueue(ShardStream(lane, Ring(memory.numel()), memory), shard),
             slots.held,
-            ModeChoice(stats, mode),
             ExpertForecast(stats, {}),
             RouterLatency(lambda: 1e-3, lambda: nbytes, lambda: 0.0, nbytes),
             most_ahead=arguments.ring + 1,
+            forced=mode,
         )
         self.cache = StreamingExpertCache(stats, order, slots)
         generator = torch.Generator().manual_seed(0)

@@ -24,7 +24,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-from moedge.moe.streaming_mode import ExpertOptions, Mode
+from moedge.moe.streaming_mode import Mode
 from moedge.offload.budget import parse_size
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine
@@ -106,7 +106,6 @@ def main() -> None:
     measure: Callable[[LoadedEngine, int, int], tuple[float, int]] = reads if options.reads else passes
     workload = Workload(options.sequences, PROMPT + options.passes + 1)
     settings = Settings(quant="none", max_sequences=options.sequences)
-    experts = ExpertOptions(stream=options.stream)
     model = copied(options.model, options.stores / "checkpoint")
     with open_source(str(model)) as source, ExitStack() as opened:
         dtype = source.shape.dtype
@@ -116,7 +115,7 @@ def main() -> None:
         prepare(source, copy, "none", dtype, Budgets())
         plan = make_plan(source.shape, settings, MemoryBudget(parse_size(options.ram, 0, 0)), workload)
         engines = {
-            name: opened.enter_context(closing(load_engine(source, plan, store, experts=experts)))
+            name: opened.enter_context(closing(load_engine(source, plan, store, stream=options.stream)))
             for name, store in (("own files", named), ("store", copy))
         }
         rates: dict[str, list[float]] = {name: [] for name in engines}

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from bench.make_real_mixture import code, prose
 from moedge.moe.expert_cache import Popular
 from moedge.moe.routing_stats import RoutingStats
-from moedge.moe.streaming_mode import Mode, ModeChoice, Waits, num_guesses
+from moedge.moe.streaming_mode import Mode, Waits, choose_mode, num_guesses
 from moedge.offload.stream.stream import ShardKey
 from support.experts.replay import HoldPolicy, belady, replay
 
@@ -142,18 +142,18 @@ def popular(held: Iterable[ShardKey], layers: int, experts: int) -> Popular:
 def auto(trace: list[Turn], layers: int, experts: int, held: list[ShardKey], idle: float) -> tuple[int, Counter[Mode]]:
     """The reads of the modes that moedge chooses without forecasts, popular experts held; and layers by mode."""
     stats, slots = RoutingStats(dict.fromkeys(range(layers), experts)), set(held)
-    modes, policy, reads, used = ModeChoice(stats), popular(held, layers, experts), 0, Counter[Mode]()
+    policy, reads, used = popular(held, layers, experts), 0, Counter[Mode]()
     for turn in trace:
         if turn.layer == 0:
             policy.begin_pass()
         wanted, tokens = turn.wanted, len(turn.ids)
         mine = {key.expert for key in slots if key.layer == turn.layer}
-        mode = modes.choose(turn.layer, tokens, mine, Waits(idle, idle), 0.0)
+        mode = choose_mode(stats, turn.layer, tokens, mine, Waits(idle, idle), 0.0)
         used[mode] += 1
         missing = [ShardKey(turn.layer, expert) for expert in wanted if expert not in mine]
         reads += experts - len(mine) if mode is Mode.ALL else len(missing)
         stats.observe_union(turn.layer, tokens, len(wanted))
-        stats.popularity.observe(turn.layer, tokens, np.bincount(turn.ids.flat, minlength=experts).tolist())
+        stats.count(turn.layer, tokens, np.bincount(turn.ids.flat, minlength=experts).tolist())
         policy.observe(turn.layer, wanted)
         for key in missing:
             if (leaving := policy.victim(key, lambda _: True)) is not None:

@@ -67,7 +67,7 @@ def bench(model: options.MODEL, sequences: SEQUENCES = "1,8,32", **given: Unpack
 def _measure(model: str, sequences: str, given: BenchCommand) -> dict[str, Any]:
     from rich.console import Console
 
-    from ..runtime.jobs.request import budgets_of, experts_of, settings_of
+    from ..runtime.jobs.request import budgets_of, settings_of, stream_of
     from ..runtime.settings.stages import stage, watching
     from ..runtime.source.model_source import open_source
     from .views.progress import stages_on
@@ -81,4 +81,4 @@ def _measure(model: str, sequences: str, given: BenchCommand) -> dict[str, Any]:
             from ..runtime.evaluation.speed import Load
             from ..runtime.evaluation.speed import bench as measure
         load = Load(counts, given["prompt_tokens"], given["max_tokens"], given["seed"])
-        return measure(model, settings_of(given), budgets_of(given), experts_of(given), load)
+        return measure(model, settings_of(given), budgets_of(given), stream_of(given), load)

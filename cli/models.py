@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Unpack
 import typer
 
 from ..formatting import count
-from ..offload.budget import gib
+from ..offload.budget import gib, parse_size
 from ..runtime.settings.option import Option
 from ..runtime.settings.options import StoreFolder
 from .options import options
@@ -61,7 +61,6 @@ class PruneCommand(StoreFolder, total=False):
 @options.command(PruneCommand, disk_dir={"common": True})
 def prune(**given: Unpack[PruneCommand]) -> None:
     """Delete the least recently used prepared weights until the rest fits a size."""
-    from ..offload.budget import parse_size
     from ..offload.store.stores import default_root
     from ..offload.store.stores import prune as prune_stores
 

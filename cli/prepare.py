@@ -76,10 +76,10 @@ def _prepare(model: str, given: PrepareCommand, budgets: Budgets, say: Callable[
         with stage("importing torch"):
             from ..runtime.loading.prepare import precision, store_path
             from ..runtime.loading.prepare import prepare as write_store
-            from ..runtime.shape.shards import bits_lost, default_format
+            from ..runtime.shape.shards import bits_lost, default_format, weights_nbytes
         formats = precision(source, given["quant"] or default_format(source.shape), given["dtype"])
         target = given["output"] or store_path(source, *formats, budgets.disk_dir)
-        say(f"{model} in {formats[0]}, dtype {formats[1]}: {gib(source.packed_nbytes(*formats))} in {target}")
+        say(f"{model} in {formats[0]}, dtype {formats[1]}: {gib(weights_nbytes(source.shape, *formats))} in {target}")
         written = write_store(source, target, *formats, budgets, repair=True)
     if line := loss_line(written.loss, bits_lost(source.shape, formats[0])):
         say(line)

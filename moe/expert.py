@@ -123,26 +123,23 @@ class OneShotEvent:
     A `threading.Event` takes several times as long, and a pass needs thousands.
     """
 
-    __slots__ = ("_has_happened", "_lock")
+    __slots__ = ("_lock", "has_happened")
 
     def __init__(self) -> None:
-        self._has_happened = False
+        self.has_happened = False
         self._lock = threading.Lock()
         self._lock.acquire()
 
     def set(self) -> None:
         """Sets the event; it has no effect when the event is set already."""
-        self._has_happened = True
+        self.has_happened = True
         with suppress(RuntimeError):
             # Raised when the event was set before.
             self._lock.release()
 
-    def is_set(self) -> bool:
-        return self._has_happened
-
     def wait(self) -> None:
         """Returns when the event is set."""
-        if not self._has_happened:
+        if not self.has_happened:
             self._lock.acquire()
 
 
@@ -318,5 +315,5 @@ class HeldExperts:
         return len(self.experts)
 
     def fetch(self, groups: ExpertGroups, hidden: torch.Tensor) -> Iterator[list[ResidentExpert]]:
-        self.stats.popularity.observe(self.layer, len(groups.expert_ids), groups.counts)
+        self.stats.count(self.layer, len(groups.expert_ids), groups.counts)
         yield [ResidentExpert(expert_id, self.experts[expert_id]) for expert_id in groups.wanted]

@@ -6,8 +6,10 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ..offload.stream.stream import Arrival, ShardKey
@@ -15,11 +17,6 @@ from .expert import ExpertGroups, ExpertWeights, OneShotEvent, ResidentExpert
 from .routing_stats import RoutingStats
 from .streaming_mode import Mode
 from .streaming_order import ForecastCounts, StreamingOrder
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
 
 # Weight of the newest pass in an expert's probability: the last 35 passes make up half of it.
 _NEWEST = 0.02
@@ -140,7 +137,7 @@ class RingExpert(NamedTuple):
 
     @property
     def is_computed(self) -> bool:
-        return self.resident is None or self.resident.computed is None or self.resident.computed.is_set()
+        return self.resident is None or self.resident.computed is None or self.resident.computed.has_happened
 
     def wait(self) -> None:
         if self.resident is not None and self.resident.computed is not None:

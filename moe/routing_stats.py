@@ -43,19 +43,46 @@ class LayerPopularity:
         return wanted
 
 
-class Popularity:
-    """How often tokens chose each expert; `layers` maps the model's layer index to the counts of a layer."""
+# Weight of the newest pass in the running mean of a layer's correlation.
+_NEWEST = 0.1
+
+
+class RoutingStats:
+    """Everything that is counted of routing, for all layers with experts: one object that a model's layers share.
+
+    `layers` maps the model's layer index to the counts of a layer, in the model's order.
+    """
 
     def __init__(self, num_experts: Mapping[int, int]) -> None:
+        """`num_experts` is by layer."""
         self.layers = {layer: LayerPopularity(np.zeros(count)) for layer, count in num_experts.items()}
+        # Tokens of one text choose similar experts: the measured union divided by that of independent tokens.
+        self._correlation = {layer: RunningMean(_NEWEST, 1.0) for layer in num_experts}
 
-    def observe(self, layer: int, tokens: int, counts: Sequence[int]) -> None:
+    def count(self, layer: int, tokens: int, counts: Sequence[int]) -> None:
         """Adds one layer of a pass: its number of tokens, and the number of tokens that chose each expert [E]."""
         stats, chosen = self.layers[layer], np.asarray(counts)
         stats.chosen += chosen
         stats.tokens += tokens
         stats.unions += int(np.count_nonzero(chosen))
         stats.passes += 1
+
+    def observe(self, layer: int, tokens: int, counts: Sequence[int]) -> None:
+        """Adds one layer of a pass, as `count`, and compares its union with what was expected of it."""
+        # First, because the counts must not have the pass that their prediction is compared with.
+        self.observe_union(layer, tokens, len(counts) - counts.count(0))
+        self.count(layer, tokens, counts)
+
+    def observe_union(self, layer: int, tokens: int, num_wanted: int) -> None:
+        """Compares the experts that `tokens` tokens wanted with what independent tokens would have wanted."""
+        expected = float(self.layers[layer].wanted_by(tokens).sum())
+        self._correlation[layer].observe(num_wanted / expected)
+
+    def expected_misses(self, layer: int, tokens: int, held: Collection[int]) -> float:
+        """The expected number of experts that `tokens` tokens want of `layer` and that are not among `held`."""
+        probabilities = self.layers[layer].wanted_by(tokens)
+        independent = float(probabilities.sum() - probabilities[list(held)].sum())
+        return independent * (self._correlation[layer].value or 0.0)
 
     def start_counting(self) -> None:
         """Forgets the unions of the passes so far; they do not belong to the job."""
@@ -73,46 +100,3 @@ class Popularity:
         """The fraction of experts that a pass wanted, averaged over layers and passes; None before the first pass."""
         visits = sum(stats.passes * stats.num_experts for stats in self.layers.values())
         return sum(stats.unions for stats in self.layers.values()) / visits if visits else None
-
-
-# Weight of the newest pass in the running mean of a layer's correlation.
-_NEWEST = 0.1
-
-
-class RoutingStats:
-    """Everything that is counted of routing, for all layers with experts: one object that a model's layers share."""
-
-    def __init__(self, num_experts: Mapping[int, int]) -> None:
-        """`num_experts` is by layer."""
-        self.popularity = Popularity(num_experts)
-        # Tokens of one text choose similar experts: the measured union divided by that of independent tokens.
-        self._correlation = {layer: RunningMean(_NEWEST, 1.0) for layer in num_experts}
-
-    @property
-    def layers(self) -> list[int]:
-        """The layers that have experts, in the model's order."""
-        return list(self.popularity.layers)
-
-    def num_experts(self, layer: int) -> int:
-        return self.popularity.layers[layer].num_experts
-
-    def observe(self, layer: int, tokens: int, counts: Sequence[int]) -> None:
-        """Adds one layer of a pass, as `Popularity.observe`, and compares its union with what was expected of it."""
-        # First, because popularity must not know the pass that its prediction is compared with.
-        self.observe_union(layer, tokens, len(counts) - counts.count(0))
-        self.popularity.observe(layer, tokens, counts)
-
-    def observe_union(self, layer: int, tokens: int, num_wanted: int) -> None:
-        """Compares the experts that `tokens` tokens wanted with what independent tokens would have wanted."""
-        expected = float(self.popularity.layers[layer].wanted_by(tokens).sum())
-        self._correlation[layer].observe(num_wanted / expected)
-
-    def expected_misses(self, layer: int, tokens: int, held: Collection[int]) -> float:
-        """The expected number of experts that `tokens` tokens want of `layer` and that are not among `held`."""
-        probabilities = self.popularity.layers[layer].wanted_by(tokens)
-        independent = float(probabilities.sum() - probabilities[list(held)].sum())
-        return independent * (self._correlation[layer].value or 0.0)
-
-    def start_counting(self) -> None:
-        """Passes so far do not belong to the job."""
-        self.popularity.start_counting()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
@@ -120,34 +119,17 @@ def guess_savings(idle: float, stall: float, precision: float) -> float:
     return min(precision * idle, stall) - (1.0 - precision) * late - _EFFORT * num_guesses(idle)
 
 
-class ModeChoice:
-    """Chooses the mode of a layer for a pass; `forced` is used for every layer and pass instead where it is given."""
+def choose_mode(
+    stats: RoutingStats, layer: int, tokens: int, held: Collection[int], waits: Waits, precision: float
+) -> Mode:
+    """The mode of a layer with the fewest expert reads to wait for in a pass of `tokens` tokens.
 
-    def __init__(self, stats: RoutingStats, forced: Mode | None = None) -> None:
-        self._stats = stats
-        self._forced = forced
-
-    def choose(self, layer: int, tokens: int, held: Collection[int], waits: Waits, precision: float) -> Mode:
-        """The mode with the fewest expert reads to wait for in a pass of `tokens` tokens.
-
-        `held` experts need no read; `precision` is the fraction of guesses that are right.
-        """
-        if self._forced is not None:
-            return self._forced
-        misses = self._stats.expected_misses(layer, tokens, held)
-        costs = {
-            Mode.ALL: self._stats.num_experts(layer) - len(held),
-            Mode.WANTED: misses + waits.idle,
-            Mode.FORECAST: misses + waits.idle - guess_savings(*waits, precision),
-        }
-        return min(costs, key=lambda mode: costs[mode])
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertOptions:
-    """`stream` is the mode of every layer and pass; where it is None, each layer uses the cheapest one."""
-
-    stream: Mode | None = None
-
-
-DEFAULTS = ExpertOptions()
+    `held` experts need no read; `precision` is the fraction of guesses that are right.
+    """
+    misses = stats.expected_misses(layer, tokens, held)
+    costs = {
+        Mode.ALL: stats.layers[layer].num_experts - len(held),
+        Mode.WANTED: misses + waits.idle,
+        Mode.FORECAST: misses + waits.idle - guess_savings(*waits, precision),
+    }
+    return min(costs, key=lambda mode: costs[mode])

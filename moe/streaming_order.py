@@ -20,7 +20,7 @@ from ..offload.stream.stream import Arrival, Shard, ShardKey, ShardStream
 from .expert import ExpertGroups
 from .routing_stats import RoutingStats
 from .running_mean import RunningMean
-from .streaming_mode import _NEWEST, Mode, ModeChoice, RouterLatency, num_guesses
+from .streaming_mode import _NEWEST, Mode, RouterLatency, choose_mode, num_guesses
 
 
 @dataclass(slots=True)
@@ -176,22 +176,23 @@ class StreamingOrder:
         self,
         queue: ExpertFetchQueue,
         held: Callable[[int], AbstractSet[int]],
-        modes: ModeChoice,
         forecast: ExpertForecast,
         latency: RouterLatency,
         most_ahead: int,
+        forced: Mode | None = None,
     ) -> None:
         """`held` returns the experts of a layer that need no fetch now.
 
-        `most_ahead` is the number of pending fetches that keeps the lane busy until a router has chosen.
+        `most_ahead` is the number of pending fetches that keeps the lane busy until a router has chosen. `forced` is
+        the mode of every layer and pass; None: each layer has the cheapest one.
         """
         self._queue = queue
         self._held = held
-        self._modes = modes
+        self._forced = forced
         self.forecast = forecast
         self.latency = latency
         self._most_ahead = most_ahead
-        self._layers = forecast.stats.layers
+        self._layers = list(forecast.stats.layers)
         self._positions = {layer: position for position, layer in enumerate(self._layers)}
         self._tokens = 0
         self._turn = -1
@@ -226,8 +227,8 @@ class StreamingOrder:
         self._tokens = tokens
         for layer in self._layers:
             waits = self.latency.mean(tokens, layer == self._layers[0])
-            precision = self.forecast.precision(layer)
-            self._mode[layer] = self._modes.choose(layer, tokens, self._held(layer), waits, precision)
+            precision, stats = self.forecast.precision(layer), self.forecast.stats
+            self._mode[layer] = self._forced or choose_mode(stats, layer, tokens, self._held(layer), waits, precision)
 
     def request_missing(self, layer: int, wanted: set[int]) -> set[int]:
         """Requests the `wanted` experts that are neither held nor pending, and cancels fetches of unwanted ones.
@@ -250,7 +251,7 @@ class StreamingOrder:
         while len(self._queue) < self._most_ahead and self._ahead < self._turn + len(self._layers):
             layer = self._layer_of(self._ahead)
             if self._mode[layer] is Mode.ALL:
-                every = range(self.forecast.stats.num_experts(layer))
+                every = range(self.forecast.stats.layers[layer].num_experts)
                 self._request(self._ahead, [expert for expert in every if expert not in self._held(layer)])
             elif self._mode[layer] is Mode.FORECAST and self._guess is not None and self._ahead == self._turn + 1:
                 self._request(self._ahead, self._guess)

@@ -1,7 +1,9 @@
-"""Writes a file that appears under its name complete and synced to disk, or not at all. Does not know its contents."""
+"""Writes a file that appears under its name complete and synced to disk, or not at all; and locks files. Does not know
+their contents."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 from typing import Self
@@ -118,3 +120,22 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def try_lock(path: Path, flags: int, kind: int, mode: int) -> int | None:
+    """The descriptor that holds the lock of a file until it is closed; None where the file was removed meanwhile.
+
+    `flags` open it, `kind` is one of `fcntl.LOCK_*`. Raises BlockingIOError where somebody else holds it, and OSError.
+    """
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+            return descriptor
+    except FileNotFoundError:
+        pass
+    except BaseException:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None

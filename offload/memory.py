@@ -283,7 +283,7 @@ def _set(name: int, nbytes: int) -> None:
 
 
 def trim() -> None:
-    """Returns all free memory of the heap to the system."""
+    """Returns all free memory of the heap to the system; other C libraries keep none in this way."""
     with suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -297,8 +297,6 @@ class Heap:
     """
 
     def __init__(self) -> None:
-        # Other C libraries have neither this function nor this behaviour.
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         before = host_resident()
         self._spare = max(0, before - self._settled())
         self._limit = before + MARGIN_NBYTES
@@ -306,13 +304,12 @@ class Heap:
 
     def after_pass(self) -> None:
         """Returns all free memory to the system if the process has grown beyond its limit."""
-        if self._trim is None or host_resident() <= self._limit:
+        if host_resident() <= self._limit:
             return
         self._limit = self._settled() + self._spare + MARGIN_NBYTES
         self.num_trims += 1
 
     def _settled(self) -> int:
         """Returns all free memory to the system; the resident bytes after that."""
-        if self._trim is not None:
-            self._trim(0)
+        trim()
         return host_resident()

@@ -291,7 +291,7 @@ class Worker:
                 "the workers larger budgets, or leave this machine out"
             )
         request = _shared(order)
-        model = self._opened.load(request.settings, request.budgets, order.workload, request.experts, order.offsets)
+        model = self._opened.load(request.settings, request.budgets, order.workload, request.stream, order.offsets)
         heap = self._opened.rehearse(model, order.workload)
         seconds = time.perf_counter() - begun
         self._loaded = _Loaded(model, seconds, heap)

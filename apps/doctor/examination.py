@@ -9,6 +9,7 @@ from typing import Any
 from ...face import (
     SCHEMA,
     Machine,
+    disk_free,
     disk_of,
     find_driver,
     find_gpu_states,
@@ -36,7 +37,6 @@ from .host import (
     check_torch,
     fail,
     find_host_memory,
-    free_nbytes,
     gpu_state_findings,
     not_measured,
     prediction_findings,
@@ -64,7 +64,7 @@ class Examination:
             "now": {
                 "host_total_nbytes": host_total(),
                 "host_available_nbytes": host_available(),
-                "disk_free_nbytes": free_nbytes(self.stores),
+                "disk_free_nbytes": disk_free(self.stores),
             },
         }
 

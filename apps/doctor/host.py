@@ -9,7 +9,6 @@ import math
 import os
 import platform
 import resource
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -32,6 +31,7 @@ from ...face import (
     TorchBuild,
     auto_host,
     counted,
+    disk_free,
     dotted,
     duration,
     gib,
@@ -167,7 +167,7 @@ def check_stores(root: Path) -> Finding:
     taken = (
         f"{counted(len(found), 'store')} of {gib(sum(store.nbytes for store in found))}" if found else "no store yet"
     )
-    free = free_nbytes(root)
+    free = disk_free(root)
     says = f"{root}: {taken}, {gib(free)} free"
     if free < _LITTLE_DISK:
         return warn("stores", says, "moedge models prune --keep SIZE, or --disk-dir FOLDER on another disk")
@@ -178,8 +178,8 @@ def check_hub_cache(cache: Path, offline: bool) -> list[Finding]:
     """The folder for downloaded checkpoints: its free space, and unfinished downloads."""
     if not _writable(cache):
         return [fail("model cache", f"{cache} cannot be written", "export HF_HOME=FOLDER that you can write")]
-    says = f"{cache}: {gib(free_nbytes(cache))} free" + (", HF_HUB_OFFLINE is set: nothing is downloaded" * offline)
-    if free_nbytes(cache) < _LITTLE_DISK:
+    says = f"{cache}: {gib(disk_free(cache))} free" + (", HF_HUB_OFFLINE is set: nothing is downloaded" * offline)
+    if disk_free(cache) < _LITTLE_DISK:
         found = [warn("model cache", says, "export HF_HOME=FOLDER on a disk with more space")]
     else:
         found = [ok("model cache", says)]
@@ -205,11 +205,6 @@ def check_state(path: Path) -> Finding:
         f"{path.parent} cannot be written: measurements and jobs are not recorded",
         "export XDG_STATE_HOME=FOLDER",
     )
-
-
-def free_nbytes(folder: Path) -> int:
-    """Bytes that this user may still write to a folder, which need not exist yet."""
-    return shutil.disk_usage(nearest_existing(folder)).free
 
 
 def _writable(folder: Path) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, Self
 
 from .readers.content import Content, ReadCode
 
@@ -36,7 +36,7 @@ class Document:
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, source: str, sha256: str, content: Content) -> Document:
+    def of(cls, source: str, sha256: str, content: Content) -> Self:
         text = PAGE_BREAK.join(content.pages)
         starts = accumulate((len(page) + len(PAGE_BREAK) for page in content.pages[:-1]), initial=0)
         pages = tuple(starts) if content.paged else ()

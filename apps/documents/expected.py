@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -51,9 +51,9 @@ class Expected:
             found.nbytes[_suffix(each)] += each.nbytes
         return found
 
-    def among(self, files: Sequence[FoundFile]) -> Expected:
+    def among(self, files: Sequence[FoundFile]) -> Self:
         """The same for other files, by what these came to."""
-        found = Expected.of(files)
+        found = self.of(files)
         found.tallies = self.tallies
         return found
 
@@ -72,12 +72,8 @@ class Expected:
         """Of a type that was not read yet, the mean of all others is what is known."""
         every = _Tally()
         for each in self.tallies.values():
-            every = _Tally(*(a + b for a, b in zip(_numbers(every), _numbers(each), strict=True)))
+            every = _Tally(*(a + b for a, b in zip(astuple(every), astuple(each), strict=True)))
         return ((count, self.tallies.get(suffix, every)) for suffix, count in counts.items())
-
-
-def _numbers(tally: _Tally) -> tuple[int, ...]:
-    return tally.files, tally.nbytes, tally.rows, tally.tokens
 
 
 def _share(part: int, whole: int) -> float:

@@ -34,7 +34,7 @@ from .merging import Merger, Missing, PromptTokens
 from .question import Long, Prompts, document_facts
 from .readers.read import refuse_missing_readers
 from .request import DocumentPaths, DocumentsRequest, refuse_foreign
-from .rounds import Entry, EntryLog, IndexedEntries, Round, Rounds, RowAnswers, RowLines, read_entries, row_id
+from .rounds import Entry, EntryLog, IndexedEntries, Round, Rounds, RowAnswers, read_entries, row_id
 from .schemas import KeyedLists
 from .table import DocumentTable, Mirror, Totals
 from .unpacking import Unpacked
@@ -188,7 +188,7 @@ class DocumentJob:
         self, files: Sequence[FoundFile], log: EntryLog, progress: Callable[[int, int], None]
     ) -> Iterator[dict[str, Any]]:
         """The rows of all files that have no answer and are in no round."""
-        asked = RowLines(path for each in self.rounds.all for path in (each.files if each.finished else [each.rows]))
+        asked = RowAnswers(path for each in self.rounds.all for path in (each.files if each.finished else [each.rows]))
         self._expected = Expected.of(files)
         for done, (number, found) in enumerate(self._read(files), 1):
             entry, rows = self._split(found)
@@ -200,7 +200,7 @@ class DocumentJob:
     def _count(self, before: IndexedEntries) -> None:
         """Counts what is new since the index before."""
         report, known = self.report, 0
-        for entry in self._indexed():
+        for entry in read_entries(self.index):
             digest = before.sha256(entry.source)
             known += digest is not None
             report.new += digest is None
@@ -254,7 +254,7 @@ class DocumentJob:
         texts = TextCache(self._request.cache or self._paths.texts, self._request.reading)
         table = DocumentTable(self._question, self._merger, self.rounds.answers(), texts, made_by)
         names = schema_fields(self._question.schema) or ()
-        for entry in self._indexed():
+        for entry in read_entries(self.index):
             rows = table.rows(entry)
             if rows is None:
                 self.totals.pending += 1
@@ -264,7 +264,7 @@ class DocumentJob:
     def _mirror(self) -> Mirror | None:
         if self._request.mirror is None:
             return None
-        sources = (each.source for each in self._indexed() if each.error is None)
+        sources = (each.source for each in read_entries(self.index) if each.error is None)
         return Mirror(self._request.mirror, self._paths.mirrored, sources)
 
     def _read(self, files: Sequence[FoundFile]) -> Iterator[tuple[int, Document | UnreadDocument]]:
@@ -272,10 +272,6 @@ class DocumentJob:
         cache = request.cache or self._paths.texts
         members = self._paths.members
         return read_as_completed(folder, members, enumerate(files), request.reading, cache, request.workers, Event())
-
-    def _indexed(self) -> Iterator[Entry]:
-        """The entries of the documents that were read."""
-        return read_entries(self.index)
 
     def _split(self, found: Document | UnreadDocument) -> tuple[Entry, list[AskedRow]]:
         """The entry of a document, and the rows that ask about its chunks."""
@@ -320,7 +316,7 @@ class DocumentJob:
         return split(document.text, limit, self._tokens.text, overlap=overlap, page_starts=document.page_starts)
 
     def _merges(self, answers: RowAnswers) -> Iterator[dict[str, Any]]:
-        for entry in self._indexed():
+        for entry in read_entries(self.index):
             if entry.error is None and len(entry.chunks) > 1:
                 found = self._merger.advance(entry, answers)
                 if isinstance(found, Missing):

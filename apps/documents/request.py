@@ -45,60 +45,27 @@ def facts_digest(facts: Mapping[str, Any]) -> str:
     return sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-@dataclass(frozen=True, slots=True)
 class DocumentPaths:
     """The files of a job over documents, in the folder beside its output. `digest` is that of `facts_digest`."""
 
-    outputs: OutputPaths
-    digest: str
-
-    @property
-    def folder(self) -> JobFolder:
-        return JobFolder(self.outputs.job)
-
-    @property
-    def texts(self) -> Path:
-        """What was read, by the hash of the files."""
-        return self.outputs.job / "documents"
-
-    @property
-    def members(self) -> Path:
-        """What lies in archives and mails of the folder."""
-        return self.outputs.job / "members"
-
-    @property
-    def index(self) -> Path:
-        """The documents of the folder when it was read last."""
-        return self.outputs.job / "documents.jsonl"
-
-    @property
-    def sample(self) -> Path:
-        """The documents that were tried."""
-        return self.outputs.job / "sample.jsonl"
-
-    @property
-    def rounds(self) -> Path:
-        """Those of one question: whoever tries several keeps the answers to each."""
-        return self.outputs.job / ROUNDS / self.digest
-
-    @property
-    def question(self) -> Path:
-        return self.outputs.job / "question.json"
-
-    @property
-    def mirrored(self) -> Path:
-        """The names of the files that --mirror wrote."""
-        return self.outputs.job / "mirrored.json"
-
-    @property
-    def summary(self) -> Path:
-        """What the last run came to, for reports and lists of jobs."""
-        return self.outputs.job / "summary.json"
-
-    @property
-    def published(self) -> Path:
-        """The hashes of the output files."""
-        return self.outputs.job / "published.json"
+    def __init__(self, outputs: OutputPaths, digest: str) -> None:
+        self.outputs = outputs
+        self.folder = JobFolder(outputs.job)
+        # What was read, by the hash of the files, and what lies in archives and mails of the folder.
+        self.texts = outputs.job / "documents"
+        self.members = outputs.job / "members"
+        # The documents of the folder when it was read last, and those that were tried.
+        self.index = outputs.job / "documents.jsonl"
+        self.sample = outputs.job / "sample.jsonl"
+        # Those of one question: whoever tries several keeps the answers to each.
+        self.rounds = outputs.job / ROUNDS / digest
+        self.question = outputs.job / "question.json"
+        # The names of the files that --mirror wrote.
+        self.mirrored = outputs.job / "mirrored.json"
+        # What the last run came to, for reports and lists of jobs.
+        self.summary = outputs.job / "summary.json"
+        # The hashes of the output files.
+        self.published = outputs.job / "published.json"
 
 
 def settle_question(paths: DocumentPaths, request: DocumentsRequest) -> None:

@@ -149,8 +149,8 @@ def _key(name: str) -> bytes:
 _OFFSET_BITS = 48
 
 
-class RowLines:
-    """Lines of JSON in files by the `id` in each, read one at a time; of two with one id, that of the later file."""
+class RowAnswers:
+    """The rows of files by the `id` in each, and their answers, read one at a time; of two with one id, the later."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self._paths = [path for path in paths if path.exists()]
@@ -159,13 +159,16 @@ class RowLines:
     def __contains__(self, row_id: str) -> bool:
         return self._offsets.find(row_id) is not None
 
-    def _find(self, row_id: str) -> Mapping[str, Any] | None:
-        if (found := self._offsets.find(row_id)) is None:
-            return None
-        with self._paths[found >> _OFFSET_BITS].open("rb") as file:
-            file.seek(found & (1 << _OFFSET_BITS) - 1)
-            row: Mapping[str, Any] = json.loads(file.readline())
-        return row
+    def __getitem__(self, row_id: str) -> Answer:
+        if (begin := self._offsets.find(row_id)) is None:
+            raise KeyError(row_id)
+        with self._paths[begin >> _OFFSET_BITS].open("rb") as file:
+            file.seek(begin & (1 << _OFFSET_BITS) - 1)
+            found = json.loads(file.readline())
+        return Answer(
+            found.get("text"), found.get("finish_reason"), found.get("usage", {}), found.get("error"),
+            found.get("partial"), found.get("reasoning_content"),
+        )  # fmt: skip
 
     def _lines(self) -> Iterator[tuple[str, int]]:
         for number, path in enumerate(self._paths):
@@ -174,19 +177,6 @@ class RowLines:
                 for line in file:
                     yield json.loads(line)["id"], begin
                     begin += len(line)
-
-
-class RowAnswers(RowLines):
-    """The answers of rows."""
-
-    def __getitem__(self, row_id: str) -> Answer:
-        found = self._find(row_id)
-        if found is None:
-            raise KeyError(row_id)
-        return Answer(
-            found.get("text"), found.get("finish_reason"), found.get("usage", {}), found.get("error"),
-            found.get("partial"), found.get("reasoning_content"),
-        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +196,7 @@ class Entry:
     @property
     def key(self) -> str:
         """Identifies the document by its path and its bytes."""
-        return document_key(self.source, self.sha256)
+        return blake2b(f"{self.sha256}:{self.source}".encode(), digest_size=10).hexdigest()
 
     def pages(self, first: int, last: int) -> tuple[int, int] | None:
         """The pages of the chunks `first` to `last`, counted from 0."""
@@ -215,10 +205,6 @@ class Entry:
 
     def dumped(self) -> bytes:
         return json.dumps(asdict(self), separators=(",", ":")).encode()
-
-
-def document_key(source: str, sha256: str) -> str:
-    return blake2b(f"{sha256}:{source}".encode(), digest_size=10).hexdigest()
 
 
 def row_id(key: str, level: int, index: int) -> str:
@@ -247,13 +233,6 @@ class IndexedEntries:
     def __len__(self) -> int:
         return len(self._offsets)
 
-    def get(self, source: str) -> bytes | None:
-        begin = self._offsets.find(source)
-        if begin is None or self._file is None:
-            return None
-        self._file.seek(begin)
-        return self._file.readline()
-
     def _lines(self) -> Iterator[tuple[str, int]]:
         begin = 0
         for line in self._file or ():
@@ -262,8 +241,11 @@ class IndexedEntries:
 
     def sha256(self, source: str) -> str | None:
         """The hash of the file; "" for one that could not be read, None for one that was not there."""
-        line = self.get(source)
-        return None if line is None else str(json.loads(line)["sha256"])
+        begin = self._offsets.find(source)
+        if begin is None or self._file is None:
+            return None
+        self._file.seek(begin)
+        return str(json.loads(self._file.readline())["sha256"])
 
     def close(self) -> None:
         if self._file is not None:

@@ -13,7 +13,6 @@ from ...face import (
     BatchProgress,
     BatchRequest,
     Ended,
-    InputFormat,
     JobFolder,
     JobObserver,
     JobSeries,
@@ -223,7 +222,6 @@ class _RoundRunner:
         return replace(
             request,
             input=current.rows,
-            input_format=InputFormat.JSONL,
             output=current.answers,
             defaults=defaults,
             resume=replace(request.resume, failed=retry),

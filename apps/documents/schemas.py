@@ -118,15 +118,11 @@ class KeyedLists:
     def __init__(self, schema: Any) -> None:
         properties = schema.get("properties", {}) if isinstance(schema, dict) else {}
         self._keys = {name: key for name, each in properties.items() if (key := _key_of(each)) is not None}
-        self._all = bool(properties) and self._keys.keys() == properties.keys()
+        # Whether an answer has nothing else, so that nothing is left to be asked about.
+        self.everything = bool(properties) and self._keys.keys() == properties.keys()
 
     def __bool__(self) -> bool:
         return bool(self._keys)
-
-    @property
-    def everything(self) -> bool:
-        """Whether an answer has nothing else, so that nothing is left to be asked about."""
-        return self._all
 
     def without(self, text: str) -> str:
         """An answer without these lists; as it is where it is no object."""

@@ -260,25 +260,22 @@ class _Events:
 
     def __init__(self, live: LiveRequest) -> None:
         self.live = live
-        self._queue: asyncio.Queue[Event] = asyncio.Queue()
+        self.queue: asyncio.Queue[Event] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
         def emit(event: Event) -> None:
             # Nobody listens once the loop has ended.
             with suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._queue.put_nowait, event)
+                loop.call_soon_threadsafe(self.queue.put_nowait, event)
 
         live.emit = emit
-
-    async def next(self) -> Event:
-        return await self._queue.get()
 
 
 async def _whole(request: Request, events: _Events) -> Response:
     try:
         while True:
             try:
-                event = await asyncio.wait_for(events.next(), _LOOK_SECONDS)
+                event = await asyncio.wait_for(events.queue.get(), _LOOK_SECONDS)
             except TimeoutError:
                 if await request.is_disconnected():
                     return Response(status_code=499)
@@ -299,7 +296,7 @@ async def _stream(events: _Events) -> AsyncIterator[bytes]:
         if (first := first_chunk(live)) is not None:
             yield as_event(first)
         while not isinstance(event, Finished):
-            event = await events.next()
+            event = await events.queue.get()
             if isinstance(event, ApiError):
                 yield as_event(event.as_json())
                 return

@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from ...face import (
     Endpoint,
     JobFolder,
     JobPhase,
-    JobSession,
     JobStatus,
     LoadedModel,
     Measured,
@@ -43,7 +42,7 @@ from ...face import (
 from .engine_thread import EngineThread
 from .errors import ApiError, not_found, refused
 from .files import BATCH, FileStore, new_id, read_records, write_new
-from .limits import ServerLimits
+from .limits import ServerSettings
 
 _BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
 _ENDPOINTS = (Endpoint.CHAT.value, Endpoint.COMPLETION.value)
@@ -113,29 +112,17 @@ _COUNTS = {"completed": "ok", "failed": "failed", "input_tokens": "prompt_tokens
            "cached_tokens": "cached_tokens", "reasoning_tokens": "reasoning_tokens"}  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class BatchSettings:
-    """`options` are those of an LLM; `max_tokens` and `seed` are for rows that do not say."""
-
-    model: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    max_tokens: int = 512
-    seed: int = 0
-
-
 class BatchQueue:
     """The batches of one server. Public methods may be called from any thread."""
 
-    def __init__(
-        self, folder: Path, files: FileStore, engine: EngineThread, settings: BatchSettings, limits: ServerLimits
-    ):
+    def __init__(self, folder: Path, files: FileStore, engine: EngineThread, settings: ServerSettings) -> None:
         self.died: Callable[[BaseException], None] = lambda error: None
         self._folder = folder / "batches"
         self._folder.mkdir(mode=0o700, exist_ok=True)
         self._files = files
         self._engine = engine
         self._settings = settings
-        self._limits = limits
+        self._limits = settings.limits
         self._lock = threading.RLock()
         self._batches: dict[str, ServedBatch] = {}
         self._waiting: queue.SimpleQueue[ServedBatch | None] = queue.SimpleQueue()
@@ -311,7 +298,7 @@ _OF_JOBS = ("ram", "gpu_mem", "disk", "disk_dir", "dtype", "quant", "compute", "
 
 
 class _BatchRun:
-    """One run of a batch; the methods of a watcher are called on the engine's thread."""
+    """One run of a batch."""
 
     def __init__(self, owner: BatchQueue, batch: ServedBatch, request: BatchRequest) -> None:
         self._owner = owner
@@ -324,33 +311,25 @@ class _BatchRun:
             self._batch.total = checked.preflight.num_rows
             self._refuse_other_endpoint(checked.preflight.rows)
             if checked.finished:
-                self._count(checked.publish().session)
+                self._batch.count(checked.publish().session.journal.state.counts)
                 return "completed"
             planned = Measured.of(checked).plan()
-            running, reason = engine.run_job(planned, self)
+            running, reason = engine.run_job(planned, self._watch)
             if reason is None and running.stopped_because is None:
-                self._enter("finalizing")
+                self._owner.enter(self._batch, "finalizing")
             running.end(reason)
-            self._count(running.session)
+            self._batch.count(running.session.journal.state.counts)
         if (reason or running.stopped_because) is None:
             return "completed"
         return "cancelled" if running.stopped_because == CANCELLED else None
 
-    def begun(self, running: Running) -> None:
+    def _watch(self, running: Running) -> None:
+        """On the engine's thread."""
         if self._batch.status == "validating":
-            self._enter("in_progress")
-        self.after_pass(running)
-
-    def after_pass(self, running: Running) -> None:
-        self._count(running.session)
+            self._owner.enter(self._batch, "in_progress")
+        self._batch.count(running.session.journal.state.counts)
         if self._batch.status == "cancelling":
             running.session.folder.cancel.touch()
-
-    def _count(self, session: JobSession) -> None:
-        self._batch.count(session.journal.state.counts)
-
-    def _enter(self, status: str) -> None:
-        self._owner.enter(self._batch, status)
 
     def _refuse_other_endpoint(self, rows: Mapping[str, int]) -> None:
         """`rows` are numbers of rows by endpoint; short rows suit both."""

@@ -65,8 +65,8 @@ def _serve(model: str, given: ServeCommand) -> None:
             # A model, or an address, that is refused is refused before torch is imported.
             refuse_taken(given["host"], given["port"])
         with stage("importing torch"):
-            from .limits import ServerLimits
-            from .server import ServerSettings, serve
+            from .limits import ServerLimits, ServerSettings
+            from .server import serve
         limits = ServerLimits(upload_nbytes=parse_size(given["max_upload"], 1 << 62, 1 << 62))
         settings = ServerSettings(
             model,

@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextvars
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from ...face import Engine, Heap, LoadedModel, Metrics, OpenModel, Planned, Running
 from .errors import ApiError
@@ -21,14 +21,6 @@ from .live import LiveRequest
 from .policy import interactive_first
 
 STOPPING = "the server was stopped"
-
-
-class JobWatcher(Protocol):
-    """Whoever waits for a job; called on the engine's thread."""
-
-    def begun(self, running: Running) -> None: ...
-
-    def after_pass(self, running: Running) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +43,7 @@ class ServerTotals:
 @dataclass(eq=False, slots=True)
 class _Job:
     planned: Planned
-    watcher: JobWatcher
+    watch: Callable[[Running], None]
     ended: Future[tuple[Running, str | None]] = field(default_factory=Future)
     running: Running | None = None
     passes: Iterator[None] | None = None
@@ -94,12 +86,13 @@ class EngineThread:
             self._arrived.append(request)
             self._changed.notify()
 
-    def run_job(self, planned: Planned, watcher: JobWatcher) -> tuple[Running, str | None]:
+    def run_job(self, planned: Planned, watch: Callable[[Running], None]) -> tuple[Running, str | None]:
         """Runs all passes of a job; returns it, and why it was stopped, None where it was not by this server.
 
-        One job at a time. Raises what its passes raise.
+        `watch` is called on the engine's thread when it begins and after each pass. One job at a time. Raises what its
+        passes raise.
         """
-        job = _Job(planned, watcher)
+        job = _Job(planned, watch)
         with self._changed:
             if self._stopping:
                 raise ApiError(503, STOPPING, code="stopping")
@@ -177,10 +170,10 @@ class EngineThread:
             if job.passes is None:
                 job.running = Running(job.planned.load())
                 job.passes = job.running.passes()
-                job.watcher.begun(job.running)
+                job.watch(job.running)
             next(job.passes)
             assert job.running is not None
-            job.watcher.after_pass(job.running)
+            job.watch(job.running)
         except StopIteration:
             assert job.running is not None
             self._job = None
@@ -199,7 +192,7 @@ class EngineThread:
         self.stop()
         failure = ApiError(503, STOPPING if error is None else f"the engine failed: {error}", code="stopping")
         for request in (*self._live, *self._arrived):
-            request.fail(failure)
+            request.emit(failure)
         job, self._job = self._job, None
         if job is not None and not job.ended.done():
             if job.running is None or error is not None:
@@ -217,7 +210,7 @@ class EngineThread:
 def _joins(request: LiveRequest, engine: Engine) -> bool:
     """Adds its sequences; one that could never be stored gets an error."""
     if not all(engine.scheduler.cache.fits(sequence.max_tokens) for sequence in request.opened.sequences):
-        request.fail(ApiError(400, "the request does not fit into the KV cache", code="context_length_exceeded"))
+        request.emit(ApiError(400, "the request does not fit into the KV cache", code="context_length_exceeded"))
         return False
     for sequence in request.opened.first:
         engine.add(sequence)
@@ -230,7 +223,7 @@ def _ends(request: LiveRequest, engine: Engine) -> bool:
         return request.advance()
     except Exception as error:
         traceback.print_exc()
-        request.fail(ApiError(500, f"internal error: {type(error).__name__}", code="internal_error"))
+        request.emit(ApiError(500, f"internal error: {type(error).__name__}", code="internal_error"))
         engine.abort(lambda sequence: sequence in request.opened.sequences)
         return True
 

@@ -15,7 +15,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .errors import ApiError
-from .limits import ServerLimits
+from .limits import LOOPBACK, ServerLimits
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -23,7 +23,6 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Says nothing but that the server answers.
 _OPEN_PATHS = ("/health",)
 _UPLOADS = "/v1/files"

@@ -63,9 +63,6 @@ class LiveRequest:
         """Nobody waits any more; its sequences are dropped before the next pass."""
         self.cancelled = True
 
-    def fail(self, error: ApiError) -> None:
-        self.emit(error)
-
     def advance(self) -> bool:
         """Emits what the last pass brought; returns whether the answer is complete."""
         for index, sequence in enumerate(self.opened.sequences):

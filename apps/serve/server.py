@@ -3,68 +3,27 @@
 import resource
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field, replace
-from hashlib import blake2b
-from pathlib import Path
+from dataclasses import replace
 from types import FrameType
-from typing import Any
 
 import uvicorn
-from platformdirs import user_state_path
 
-from ...face import JobFolder, JobLock, errors, public_name
+from ...face import JobFolder, JobLock, public_name
 from .app import Service, Turns, make_app
-from .batches import BatchQueue, BatchSettings
+from .batches import BatchQueue
 from .engine_thread import EngineThread
 from .files import FileStore
-from .gate import LOOPBACK, RequestGate, bounded_protocol
-from .limits import ServerLimits
+from .gate import RequestGate, bounded_protocol
+from .limits import ServerLimits, ServerSettings
 from .listener import listen
 from .live import RequestReader
 
-_LEAST_KEY_CHARS = 16
 _ANSWERS_END_SECONDS = 10
 _WANTED_FILES = 4096
 # Connections that are taken at once, before any of them is counted.
 _BACKLOG = 128
-
-
-@dataclass(frozen=True, slots=True)
-class ServerSettings:
-    """`options` are those of an LLM, `folder` has files and batches; None is one in the user's state for the model."""
-
-    model: str
-    host: str = "127.0.0.1"
-    port: int = 8000
-    key: str | None = None
-    folder: Path | None = None
-    max_tokens: int = 512
-    seed: int = 0
-    options: Mapping[str, Any] = field(default_factory=dict)
-    limits: ServerLimits = field(default_factory=ServerLimits)
-
-    def check(self) -> None:
-        """Raises BadArgument for a server that others could reach without a key."""
-        if self.host not in LOOPBACK and self.key is None:
-            raise errors.BadArgument(f"--host {self.host} is open to others and needs --api-key, or MOEDGE_API_KEY")
-        if self.key is not None and (len(self.key) < _LEAST_KEY_CHARS or not self.key.isascii()):
-            raise errors.BadArgument(f"the API key must have at least {_LEAST_KEY_CHARS} ASCII characters")
-
-    def open_folder(self) -> Path:
-        """The server's folder, made where it is missing."""
-        folder = self.folder or default_folder(self.model)
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        return folder.resolve()
-
-
-def default_folder(model: str) -> Path:
-    """One for every model, so that the batches of one are not resumed by another."""
-    name = str(Path(model).resolve()) if Path(model).is_dir() else model
-    return (
-        user_state_path("moedge") / "serve" / f"{Path(name).name}-{blake2b(name.encode(), digest_size=4).hexdigest()}"
-    )
 
 
 class _Server(uvicorn.Server):
@@ -110,8 +69,7 @@ def open_server(settings: ServerSettings) -> Iterator[RunningServer]:
         listener = resources.enter_context(listen(settings.host, settings.port))
         resources.enter_context(closing(JobLock(JobFolder(folder))))
         files, engine = FileStore(folder, limits), EngineThread(settings.model, settings.options)
-        jobs = BatchSettings(settings.model, settings.options, settings.max_tokens, settings.seed)
-        batches = BatchQueue(folder, files, engine, jobs, limits)
+        batches = BatchQueue(folder, files, engine, settings)
         resources.callback(engine.close)
         resources.callback(batches.close)
         resources.callback(engine.stop)

@@ -18,9 +18,10 @@ from bench.gpu.report import Report
 from bench.peers.accelerate_offload import best_batch
 from bench.roofline import against_roofline, measure_rates
 from moedge.offload.budget import parse_size
+from moedge.offload.device import Device
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.loading.engine_loader import LoadedEngine
-from moedge.runtime.loading.machine_memory import MachineMemory, open_memory
+from moedge.runtime.loading.machine_memory import open_memory
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import budget_range, make_plan
 from moedge.runtime.sampling.params import SequenceSampling
@@ -57,7 +58,7 @@ def _run(name: str, budget: str, kv: str, sequences: int) -> dict[str, Any]:
     with random_source(name) as source:
         settings, memory = Settings(dtype="bf16", quant="nf4", kv=kv, max_sequences=sequences), memory_of(budget)
         job = Workload(sequences, PROMPT + STEADY + 2)
-        cached = make_plan(source.shape, settings, memory.budget, job).kv_sequences
+        cached = make_plan(source.shape, settings, memory[0], job).kv_sequences
         if any(cached <= fewer < sequences for fewer in SEQUENCES):
             return {"skipped": f"the cache has room for {cached} sequences: as with fewer"}
         return measure(source, memory, settings, PROMPT)
@@ -72,7 +73,7 @@ def _peer(report: Report, budget: str) -> dict[str, Any]:
     return peer | {"ours_over_it": max(ours, default=0.0) / peer["generated_tok_s"]}
 
 
-def memory_of(budget: str) -> MachineMemory:
+def memory_of(budget: str) -> tuple[MemoryBudget, Device | None]:
     return open_memory(Budgets(ram="80%", gpu_mem=budget))
 
 
@@ -84,21 +85,23 @@ def measure_small(name: str, share: float) -> dict[str, Any]:
         granted = DeviceBudget(0, device.context_nbytes, 0)
         smallest, whole = budget_range(source.shape, settings, Workload(2, 8 + STEADY + 2), granted)
         granted = replace(granted, nbytes=smallest + int(share * (whole - smallest)))
-        return measure(source, MachineMemory(MemoryBudget(1 << 32, granted), device), settings, 8)
+        return measure(source, (MemoryBudget(1 << 32, granted), device), settings, 8)
 
 
-def measure(source: ModelSource, memory: MachineMemory, settings: Settings, prompt: int) -> dict[str, Any]:
+def measure(
+    source: ModelSource, memory: tuple[MemoryBudget, Device | None], settings: Settings, prompt: int
+) -> dict[str, Any]:
     """One run: every sequence's prompt, then passes in which all of them decode."""
     sequences = settings.max_sequences
     assert sequences is not None
-    job = Workload(sequences, prompt + STEADY + 2)
-    plan = make_plan(source.shape, settings, memory.budget, job)
-    with closing(load_random(source, plan, memory.device)) as loaded:
+    job, (budget, device) = Workload(sequences, prompt + STEADY + 2), memory
+    plan = make_plan(source.shape, settings, budget, job)
+    with closing(load_random(source, plan, device)) as loaded:
         assert plan.kv_sequences is not None
         live = min(sequences, plan.kv_sequences)
         prompts, steady = _passes(loaded, live, prompt, source.shape.vocab)
         assert plan.staging is not None
-        assert memory.device is not None
+        assert device is not None
         assert plan.budget.device is not None
         streamed = loaded.streamed.nbytes_to_device // loaded.engine.metrics.passes
         result: dict[str, Any] = {
@@ -107,7 +110,7 @@ def measure(source: ModelSource, memory: MachineMemory, settings: Settings, prom
             "pass_s": statistics.median(steady),
             "generated_tok_s": live / statistics.median(steady),
             "link_nbytes": streamed,
-            "peak": memory.device.peak,
+            "peak": device.peak,
             "budget": plan.budget.device.nbytes,
         }
         if streamed > (most := plan.weights_nbytes - plan.held_nbytes):

@@ -207,7 +207,7 @@ def run_moedge(task: Task) -> Iterator[Timing]:
         # Repeated prompts would be found in the cache, and their tokens not be computed.
         engine.scheduler.cache.sharing = False
 
-        popularity = loaded.streamed.experts.stats.popularity
+        popularity = loaded.streamed.experts.stats
 
         def run(load: Load) -> Ran:
             batch = load.sequences

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 from ...offload.errors import ExitCode
 
@@ -46,7 +46,7 @@ class StopSignals:
         finally:
             self._deferred = False
 
-    def __enter__(self) -> StopSignals:
+    def __enter__(self) -> Self:
         # Ignored signals stay ignored: nohup keeps a job alive this way.
         caught = [number for number in _CODES if signal.getsignal(number) is not signal.SIG_IGN]
         self._before = {number: signal.signal(number, self._handle) for number in caught}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,20 +21,20 @@ from ...runtime.jobs.request import BatchRequest
 from ...runtime.jobs.session import CANCELLED, Checked, Ended
 from ...runtime.rows.row import ErrorCode
 from ...runtime.settings.errors import counted
-from ...runtime.settings.stages import watching
+from ...runtime.settings.stages import Watcher, watching
 from ...runtime.shape.shards import bits_lost
 from ..options.signals import Stopped, StopSignals
 from ..options.stdout import is_kept
 from .eta import Eta, Work
 from .progress import (
     BarProgress,
-    BarStages,
     EventProgress,
     Events,
     PlainProgress,
-    PlainStages,
     Progress,
     SafeStream,
+    bar_stage,
+    plain_stage,
     say,
 )
 
@@ -193,7 +194,7 @@ class JobView(JobObserver):
             self._say(note)
 
     def planned(self, planned: Planned) -> None:
-        self._ram_nbytes = planned.memory.budget.host_nbytes
+        self._ram_nbytes = planned.plan.budget.host_nbytes
         self._say_plan(planned, planned.measured.checked.claim.num_done)
 
     def loaded(self, loaded: Executor) -> None:
@@ -223,10 +224,10 @@ class JobView(JobObserver):
     def after_pass(self, running: Running) -> str | None:
         assert self._eta is not None
         self._say_fallbacks(running.policy)
-        session, hit_rate = running.session, running.expert_hit_rate
-        self._eta.workers = running.num_workers
-        committed = session.committed
-        self._eta.update(session.num_confirmed, committed.failed, running.metrics, hit_rate)
+        session, executor = running.session, running.executor
+        self._eta.workers = executor.num_workers
+        committed = session.journal.committed
+        self._eta.update(session.num_confirmed, committed.failed, running.metrics, executor.expert_hit_rate)
         self._bar.show(self._eta)
         if self._answers is not None:
             self._answers.upto(running.session.folder.journal, committed.end)
@@ -286,9 +287,9 @@ class JobView(JobObserver):
             self._events.emit("fallback", what=each.what, before=each.before, after=each.after, cause=each.cause)
         self._said = len(policy.applied)
 
-    def _stages(self) -> BarStages | PlainStages | None:
-        makers = {"bar": BarStages, "plain": PlainStages}
-        return makers[self._shown](self._console) if self._shown in makers else None
+    def _stages(self) -> Watcher | None:
+        shown = {"bar": bar_stage, "plain": plain_stage}.get(self._shown)
+        return shown and partial(shown, self._console)
 
     @property
     def _shown(self) -> str:

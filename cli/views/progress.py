@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Self, TextIO
 
 from rich.console import Console
@@ -29,7 +30,7 @@ from rich.text import Text
 from ...formatting import clock, duration, fit, short_duration, speed
 from ...offload.budget import gib
 from ...runtime.settings.errors import counted
-from ...runtime.settings.stages import Advance, Stage
+from ...runtime.settings.stages import Advance, Stage, Watcher
 from .eta import Eta
 
 
@@ -325,20 +326,15 @@ def plain_line(eta: Eta, seconds_left: float | None, ram_nbytes: int) -> str:
     return "  ".join(text for text in (*rows, *shown.values()) if text)
 
 
-class BarStages:
+@contextmanager
+def bar_stage(console: Console, stage: Stage) -> Iterator[Advance]:
     """One line on a terminal, which goes when the stage is done; announcements stay."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    @contextmanager
-    def stage(self, stage: Stage) -> Iterator[Advance]:
-        if stage.announcement:
-            say(self._console, stage.announcement)
-        progress = FittingProgress(_stage_columns(stage), self._console, transient=True)
-        task = progress.add_task(stage.doing, total=stage.nbytes)
-        with progress:
-            yield lambda nbytes: progress.advance(task, nbytes)
+    if stage.announcement:
+        say(console, stage.announcement)
+    progress = FittingProgress(_stage_columns(stage), console, transient=True)
+    task = progress.add_task(stage.doing, total=stage.nbytes)
+    with progress:
+        yield lambda nbytes: progress.advance(task, nbytes)
 
 
 def _stage_columns(stage: Stage) -> list[tuple[int, ProgressColumn]]:
@@ -375,28 +371,22 @@ class LeftColumn(ProgressColumn):
 _SHORT_S = 2.0
 
 
-class PlainStages:
+@contextmanager
+def plain_stage(console: Console, stage: Stage, now: Callable[[], float] = time.monotonic) -> Iterator[Advance]:
     """For logs: the announcement, and a line every ten seconds, the first after two."""
+    if stage.announcement:
+        say(console, stage.announcement)
+    begun, done, due = now(), 0, _SHORT_S
 
-    def __init__(self, console: Console, now: Callable[[], float] = time.monotonic) -> None:
-        self._console = console
-        self._now = now
+    def advance(nbytes: int) -> None:
+        nonlocal done, due
+        done += nbytes
+        seconds = now() - begun
+        if seconds >= due:
+            due = seconds + PLAIN_INTERVAL_S
+            say(console, _stage_line(stage, done, seconds))
 
-    @contextmanager
-    def stage(self, stage: Stage) -> Iterator[Advance]:
-        if stage.announcement:
-            say(self._console, stage.announcement)
-        begun, done, due = self._now(), 0, _SHORT_S
-
-        def advance(nbytes: int) -> None:
-            nonlocal done, due
-            done += nbytes
-            seconds = self._now() - begun
-            if seconds >= due:
-                due = seconds + PLAIN_INTERVAL_S
-                say(self._console, _stage_line(stage, done, seconds))
-
-        yield advance
+    yield advance
 
 
 def _stage_line(stage: Stage, done: int, seconds: float) -> str:
@@ -407,6 +397,6 @@ def _stage_line(stage: Stage, done: int, seconds: float) -> str:
     return f"{stage.doing}: {gib(done)} of {gib(total)}, {gib(rate)}/s{left}"
 
 
-def stages_on(console: Console) -> BarStages | PlainStages:
+def stages_on(console: Console) -> Watcher:
     """The watcher of stages that suits a console."""
-    return BarStages(console) if console.is_terminal else PlainStages(console)
+    return partial(bar_stage if console.is_terminal else plain_stage, console)

@@ -38,9 +38,11 @@ Count = Annotated[int, _positive]
 Rate = Annotated[float, _positive]
 # FLOP/s by weight format, then by number of rows (tokens) multiplied at once.
 FlopRates = Mapping[str, Annotated[Mapping[int, Rate], lambda rates: all(map(_positive, rates))]]
-# How other rates are named: several experts side by side, attention over a KV format, and over latents by torch.
+# How other rates are named: several experts side by side, attention over a KV format (of heads of 128, or of another
+# size), and over latents by torch.
 TOGETHER = "{} together"
 ATTENTION = "attention {}"
+HEADS = ATTENTION + ", heads of {}"
 LATENTS = "attention over latents"
 
 

@@ -19,7 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from ..atomic_file import TEMPORARY_SUFFIX, sync_folder, write_atomically
+from ..atomic_file import TEMPORARY_SUFFIX, sync_folder, try_lock
 from ..checkpoint.header import ITEM_BITS
 from ..errors import BadStore, FolderRefused, StoreInUse, is_exhausted
 
@@ -157,30 +157,14 @@ def lock_to_use(folder: Path) -> int:
 
 
 def _lock(folder: Path, flags: int, kind: int, refusal: str) -> int:
-    path = folder / LOCK
     while True:
         try:
-            descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+            if (descriptor := try_lock(folder / LOCK, flags, kind, 0o644)) is not None:
+                return descriptor
         except (FileNotFoundError, NotADirectoryError):
             raise BadStore(f"{folder} is not a store: no file {LOCK!r} in it; run `moedge prepare`") from None
-        try:
-            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-            if _still_there(descriptor, path):
-                return descriptor
-        except BaseException as error:
-            os.close(descriptor)
-            if isinstance(error, BlockingIOError):
-                raise StoreInUse(refusal) from None
-            raise
-        os.close(descriptor)
-
-
-def _still_there(descriptor: int, path: Path) -> bool:
-    """Whether the path still names this file: the previous holder of the lock may have removed the store."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except FileNotFoundError:
-        return False
+        except BlockingIOError:
+            raise StoreInUse(refusal) from None
 
 
 def open_trusted(path: Path) -> int:
@@ -316,9 +300,6 @@ class Manifest:
         if self.sources:
             content["sources"] = [[each.path, each.nbytes, each.mtime_ns] for each in self.sources]
         return canonical(content | {"crc32": _hex(zlib.crc32(canonical(content)))}) + b"\n"
-
-    def save(self, path: Path) -> None:
-        write_atomically(path, self.encode())
 
 
 def read_manifest(path: Path) -> Manifest:

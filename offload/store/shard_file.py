@@ -11,7 +11,7 @@ import math
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -120,8 +120,8 @@ def _extents(path: Path, descriptor: int, entry: TensorEntry, record: FileRecord
         yield ShardExtent(path, entry.name, index, descriptor, entry.begin + index * nbytes, nbytes, crc)
 
 
-def read_shard(extent: ShardExtent, target: memoryview, check: bool = False) -> None:
-    """Reads a shard into `target`, of its size. With `check`, raises BadStore if its CRC32 differs.
+def read_shard(extent: ShardExtent, target: memoryview) -> None:
+    """Reads a shard into `target`, of its size. Raises BadStore if its CRC32 differs.
 
     Bytes between the parts of a linked shard stay as they are.
     """
@@ -129,8 +129,8 @@ def read_shard(extent: ShardExtent, target: memoryview, check: bool = False) -> 
     for part in extent.parts:
         into = target[part.begin : part.begin + part.nbytes]
         _read_part(extent, part, into)
-        crc = zlib.crc32(into, crc) if check else 0
-    if check and crc != extent.crc32:
+        crc = zlib.crc32(into, crc)
+    if crc != extent.crc32:
         raise BadStore(damage(extent))
 
 
@@ -223,11 +223,8 @@ class NewShardFile:
         self._written = {spec.name: [0] * spec.num_shards for spec in specs}
         self._crc32 = {spec.name: [0] * spec.num_shards for spec in specs}
         self._file = AtomicFile(path)
-        self._linked: dict[str, LinkedTensor] = {}
-
-    def link(self, linked: Mapping[str, LinkedTensor]) -> None:
-        """Tensors that belong to this file and lie in the checkpoint's files."""
-        self._linked.update(linked)
+        # Tensors that belong to this file and lie in the checkpoint's files.
+        self.linked: dict[str, LinkedTensor] = {}
 
     def write(self, tensor: str, index: int, data: memoryview) -> None:
         """Writes the next bytes of a shard. Raises ValueError if they are more than the shard has."""
@@ -250,7 +247,7 @@ class NewShardFile:
         self._file.write_at(0, memoryview(self._header))
         self._file.publish()
         crcs = {tensor: tuple(values) for tensor, values in self._crc32.items()}
-        return FileRecord(self._name, self._nbytes, zlib.crc32(self._header), crcs, self._linked)
+        return FileRecord(self._name, self._nbytes, zlib.crc32(self._header), crcs, self.linked)
 
     def discard(self) -> None:
         self._file.discard()

@@ -24,7 +24,7 @@ from .manifest import (
     read_manifest,
     refuse_untrusted,
 )
-from .shard_file import ShardExtent, ShardFile, is_sound, open_shard_file, read_shard
+from .shard_file import ShardExtent, ShardFile, is_sound, open_shard_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +76,6 @@ class Store(Closing):
         with suppress(OSError):
             os.utime(descriptors[0])
         return store
-
-    @property
-    def nbytes(self) -> int:
-        return self.manifest.nbytes
-
-    def read_into(self, extent: ShardExtent, target: memoryview, check: bool = False) -> None:
-        """Reads a shard into `target`, of its size. With `check`, raises BadStore if its CRC32 differs."""
-        read_shard(extent, target, check)
 
     def extents(self) -> Iterator[ShardExtent]:
         """Every shard, in the order in which a pass needs them."""

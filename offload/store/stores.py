@@ -10,11 +10,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from platformdirs import user_cache_path
 
 from ..errors import BadStore, OutOfBudget, StoreInUse
+from ..machine.hardware import nearest_existing
 from .manifest import (
     LOCK,
     MANIFEST,
@@ -141,7 +142,7 @@ class DiskSpace:
     stores: Mapping[str, int]
 
     @classmethod
-    def of(cls, root: Path, wanted: int | None) -> DiskSpace:
+    def of(cls, root: Path, wanted: int | None) -> Self:
         """As the disk of `root` is now; the folder need not exist."""
         free = disk_free(root) - (RESERVE_NBYTES if wanted is None else 0)
         return cls(free, wanted, {store.name: store.nbytes for store in stores(root)})
@@ -188,17 +189,12 @@ def _refusal(folder: Path, store_nbytes: int, allowed: int, others: int, wanted:
 
 def disk_of(folder: Path) -> int:
     """What tells the file system of a folder, which need not exist, from others."""
-    return os.stat(_existing(folder)).st_dev
+    return os.stat(nearest_existing(folder)).st_dev
 
 
 def disk_free(folder: Path) -> int:
     """Free bytes of the disk of a folder, which need not exist."""
-    return shutil.disk_usage(_existing(folder)).free
-
-
-def _existing(folder: Path) -> Path:
-    """The folder, or its nearest ancestor that exists."""
-    return next(each for each in (folder, *folder.parents) if each.exists())
+    return shutil.disk_usage(nearest_existing(folder)).free
 
 
 def _size(nbytes: int, up: bool = False) -> str:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..atomic_file import rename
+from ..atomic_file import rename, write_atomically
 from ..closing import Closing
 from ..errors import DiskFull
 from .manifest import (
@@ -94,7 +94,7 @@ class StoreWriter(Closing):
     def link_head(self, head: LinkedTensor) -> None:
         """Names the extents of the output head in the checkpoint's files."""
         with self._file(HEAD_FILE, []) as file:
-            file.link({"head": head})
+            file.linked["head"] = head
 
     @contextmanager
     def resident(self, specs: Sequence[TensorSpec]) -> Iterator[NewShardFile]:
@@ -113,7 +113,7 @@ class StoreWriter(Closing):
         if missing:
             raise ValueError(f"{missing[0]} was not written, but a later layer was")
         with self._or_disk_full(PROGRESS, len(self._manifest(extra).encode())):
-            self._save_progress(extra)
+            write_atomically(self.folder / PROGRESS, self._manifest(extra).encode())
             rename(self.folder / PROGRESS, self.folder / MANIFEST)
 
     def close(self) -> None:
@@ -141,10 +141,7 @@ class StoreWriter(Closing):
             self._unchecked.pop(name, None)
             self._done[name] = record
             self.nbytes_written += record.nbytes
-            self._save_progress({})
-
-    def _save_progress(self, extra: Mapping[str, Any]) -> None:
-        self._manifest(extra).save(self.folder / PROGRESS)
+            write_atomically(self.folder / PROGRESS, self._manifest({}).encode())
 
     def _manifest(self, extra: Mapping[str, Any]) -> Manifest:
         return replace(self._empty, files=(*self._unchecked.values(), *self._done.values()), extra=extra)

@@ -144,16 +144,16 @@ class StagedLane:
 
     @property
     def nbytes_moved(self) -> int:
-        return self._host.nbytes_moved + self._staging.nbytes_moved + self._direct.nbytes_moved
+        return self._host.lane.nbytes_moved + self._staging.nbytes_moved + self._direct.nbytes_moved
 
     @property
     def seconds_waited(self) -> float:
-        return self._direct.seconds_waited + self._host.seconds_waited
+        return self._direct.seconds_waited + self._host.lane.seconds_waited
 
     @property
     def seconds_busy(self) -> float:
         # The stages work at the same time: the slower one is the bottleneck.
-        return max(self._host.seconds_busy, self._staging.seconds_busy + self._direct.seconds_busy)
+        return max(self._host.lane.seconds_busy, self._staging.seconds_busy + self._direct.seconds_busy)
 
     def start(self, shard: Shard, slot: Slot, after: SyncPoint | None) -> Relay:
         relay = Relay(shard, slot, after)

@@ -192,8 +192,8 @@ class ShardStream(Generic[View_co]):
         """`memory` are the ring's bytes: a memoryview, or a uint8 tensor. With `shifts`, slots begin where their shards
         can be read without a copy."""
         self._shifts = shifts
-        self._lane = lane
-        self._ring = ring
+        self.lane = lane
+        self.ring = ring
         self._memory = memory
         self._asked: deque[Shard] = deque()
         self._ahead: deque[tuple[Shard, Slot, Ready]] = deque()
@@ -220,7 +220,7 @@ class ShardStream(Generic[View_co]):
         if not self._ahead:
             raise ValueError(self._why_none_arrives())
         shard, slot, ready = self._ahead[0]
-        self._lane.wait(ready)
+        self.lane.wait(ready)
         self._ahead.popleft()
         arrival = Arrival(shard, slot, self._memory[slot.offset : slot.end])
         self._live.append(arrival)
@@ -235,8 +235,8 @@ class ShardStream(Generic[View_co]):
             raise ValueError(f"{arrival.shard} is not the oldest arrival held; release arrivals in their order")
         self._live.popleft()
         # One sync point covers the slots before it: sync points and slots follow one order of work.
-        self._used = used or self._lane.mark_used()
-        self._ring.release(arrival.slot)
+        self._used = used or self.lane.mark_used()
+        self.ring.release(arrival.slot)
         self._run_ahead()
 
     def cycle(self, num_shards: int) -> Iterator[Arrival[View_co]]:
@@ -252,30 +252,10 @@ class ShardStream(Generic[View_co]):
         self._run_ahead()
         return bool(self._ahead) and self._ahead[0][2].query()
 
-    @property
-    def capacity(self) -> int:
-        """The size of the ring in bytes."""
-        return self._ring.capacity
-
-    @property
-    def nbytes_moved(self) -> int:
-        """The bytes copied so far, including shards that `next` has not returned yet."""
-        return self._lane.nbytes_moved
-
-    @property
-    def seconds_busy(self) -> float:
-        """Seconds during which a copy was under way."""
-        return self._lane.seconds_busy
-
-    @property
-    def seconds_waited(self) -> float:
-        """Seconds that compute waited for shards."""
-        return self._lane.seconds_waited
-
     def close(self) -> None:
         """Stops all copies; arrivals that are still held stay readable."""
         self._closed = True
-        self._lane.close()
+        self.lane.close()
 
     def _run_ahead(self) -> None:
         if self._closed:
@@ -285,11 +265,11 @@ class ShardStream(Generic[View_co]):
             self._ahead.append((shard, slot, self._start(shard, slot)))
 
     def _reserve(self, shard: Shard) -> Slot | None:
-        return self._ring.try_reserve(shard.nbytes, shard.shift if self._shifts else 0)
+        return self.ring.try_reserve(shard.nbytes, shard.shift if self._shifts else 0)
 
     def _start(self, shard: Shard, slot: Slot) -> Ready:
         try:
-            ready: Ready = self._lane.start(shard, slot, self._used)
+            ready: Ready = self.lane.start(shard, slot, self._used)
         except StreamBroken:
             # The slot reserved for it will never be filled, so nothing may arrive after it.
             self._closed = True
@@ -301,6 +281,6 @@ class ShardStream(Generic[View_co]):
             return "no shard was requested, so none arrives"
         held = sum(arrival.shard.nbytes for arrival in self._live)
         return (
-            f"{self._asked[0]} does not fit into a ring of {self._ring.capacity} bytes while {held} are held; "
+            f"{self._asked[0]} does not fit into a ring of {self.ring.capacity} bytes while {held} are held; "
             "release arrivals before requesting more, or plan a larger ring"
         )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, product, repeat
 from math import prod
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 
 class DType(NamedTuple):
@@ -137,7 +137,8 @@ class Assumed(NamedTuple):
     torch, and by two cores with the library of CPU kernels. `instructions` are those of a GPU for a weight in tiles of
     16, 32 and 64 rows, with which grouped products decode gate and up, by its major compute capability (8: the worst
     of 8.0, 8.9 and 12.0), from `python -m matrix.compiling.instructions 80 89 90 120` with Triton 3.7.1; none where no
-    kernel reads the format.
+    kernel reads the format. Of the instructions that an H100 could start, its kernel starts `issue_share`: 0.40 of nf4,
+    0.56 to 0.65 of mxfp4 (docs/measurements/gpu/h100-kernels.json); the others wait for memory.
     """
 
     weight_nbytes: float
@@ -145,6 +146,7 @@ class Assumed(NamedTuple):
     pack_bytes_s: float
     native_pack_bytes_s: float
     instructions: Mapping[int, tuple[float, float, float]] = MappingProxyType({})
+    issue_share: float = 0.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +195,7 @@ class WeightFormat:
         """The bytes of the buffer for a matrix of this shape and dtype, including the alignment of planes."""
         return self.layout(shape, dtype).nbytes
 
-    def in_order(self, order: str) -> WeightFormat:
+    def in_order(self, order: str) -> Self:
         """The same format with codes in another order. Raises FormatError for an order that these codes do not have."""
         if order not in (ROWS, *self.orders):
             raise FormatError(f"Order {order!r} was found; codes of {self.name} lie in order {self.order!r}.")
@@ -286,7 +288,7 @@ def _formats_of_checkpoints() -> Iterator[WeightFormat]:
     # bitsandbytes, its absmax no longer nested.
     yield WeightFormat("nf4-f32", "nf4", 64, "float32", rates="nf4")
     # gpt-oss: `mxfp4`, but floats beside it stay as they are.
-    yield WeightFormat("mxfp4-e8m0", "e2m1", 32, "e8m0", rates="nf4")
+    yield WeightFormat("mxfp4-e8m0", "e2m1", 32, "e8m0", rates="mxfp4")
     # bitsandbytes LLM.int8(), and compressed-tensors' int8 by channel: `int8`, likewise.
     yield WeightFormat("int8-f32", "int8", None, "float32", rates="int8")
     for group, (short, scales) in product((32, 64, 128), (("f16", "float16"), ("bf16", "bfloat16"))):
@@ -338,7 +340,7 @@ QUANT_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
                 64,
                 "bfloat16",
                 auto=True,
-                assumed=Assumed(0.53, 4.6, 6e7, 2.5e9, {8: (12.7, 14.0, 18.4), 9: (12.9, 13.6, 9.6)}),
+                assumed=Assumed(0.53, 4.6, 6e7, 2.5e9, {8: (13.0, 14.5, 19.0), 9: (12.9, 13.6, 9.6)}),
             ),
             WeightFormat(
                 "mxfp4",
@@ -346,7 +348,7 @@ QUANT_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
                 32,
                 "e8m0",
                 rates="nf4",
-                assumed=Assumed(0.53, 4.6, 6e7, 2e9, {8: (14.2, 15.3, 27.9), 9: (14.0, 15.0, 27.4)}),
+                assumed=Assumed(0.53, 4.6, 6e7, 2e9, {8: (14.2, 15.3, 27.9), 9: (14.0, 15.0, 27.4)}, 0.6),
             ),
         )
     }

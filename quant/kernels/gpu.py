@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 # The oldest compute capability that Triton compiles for.
 OLDEST_CAPABILITY = (7, 5)
@@ -25,7 +25,7 @@ class Lacks(NamedTuple):
     experts: str = ""
 
     @classmethod
-    def everything(cls, reason: str) -> Lacks:
+    def everything(cls, reason: str) -> Self:
         """No family can run, for one reason."""
         return cls(reason, reason, reason)
 

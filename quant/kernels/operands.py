@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch.nn.functional import gelu, silu
@@ -25,7 +25,7 @@ class Stack(NamedTuple):
     shifts: torch.Tensor
 
     @classmethod
-    def all_of(cls, runs: Sequence[Sequence[torch.Tensor]]) -> list[Stack]:
+    def all_of(cls, runs: Sequence[Sequence[torch.Tensor]]) -> list[Self]:
         """A stack for each sequence of tensors, all of equal length, with one copy to the device.
 
         Raises ValueError if a tensor does not begin at a multiple of STEP_NBYTES.

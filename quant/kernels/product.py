@@ -45,11 +45,6 @@ def dot_type(dtype: torch.dtype) -> Any:
     return tl.float32 if triton.knobs.runtime.interpret else _TYPES[dtype]
 
 
-def padded(count: int) -> int:
-    """`count` rounded up to a power of two, which Triton requires of tile sizes."""
-    return 1 << (count - 1).bit_length()
-
-
 @triton.jit
 def activate(gate, up, NAME: tl.constexpr):
     """The gated activation called NAME of two tensors of one shape, in float32."""

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from ..formats.format import FormatError, Plane, end_of, lay_out
 
@@ -66,7 +66,7 @@ class KVFormat:
     values: VectorFormat
 
     @classmethod
-    def parse(cls, name: str) -> KVFormat:
+    def parse(cls, name: str) -> Self:
         """Parses `int8` (for both) or `int8/int4` (for keys/values). Raises FormatError."""
         if name not in KV_FORMATS:
             raise FormatError(f"KV format {name!r} is unknown; use one of {', '.join(KV_FORMATS)}.")
@@ -74,7 +74,7 @@ class KVFormat:
         return cls(VECTOR_FORMATS[keys], VECTOR_FORMATS[values or keys])
 
     @classmethod
-    def of_index_keys(cls, name: str) -> KVFormat:
+    def of_index_keys(cls, name: str) -> Self:
         """The formats of an indexer's keys, which have no values, where a run asks for `name`. Raises FormatError.
 
         Quantized ones keep 8 bits, as in DeepSeek's own code: what they choose is not rounded, it is there or not.
@@ -83,7 +83,7 @@ class KVFormat:
         return cls(VECTOR_FORMATS["int8"] if keys.quantized else keys, VECTOR_FORMATS["bf16"])
 
     @classmethod
-    def of_latents(cls, name: str) -> KVFormat:
+    def of_latents(cls, name: str) -> Self:
         """The formats of latents and of rotated keys where a run asks for `name`. Raises FormatError.
 
         Latents are both keys and values, and take the finer of the two formats. Rotated keys, a ninth of the elements,
@@ -111,9 +111,7 @@ class RecordLayout:
     nbytes: int
 
     @classmethod
-    def of(
-        cls, format: KVFormat, kv_heads: int, head_dim: int, block: int, value_dim: int | None = None
-    ) -> RecordLayout:
+    def of(cls, format: KVFormat, kv_heads: int, head_dim: int, block: int, value_dim: int | None = None) -> Self:
         """The layout for blocks of `block` tokens; values have `value_dim` elements where that is not `head_dim`, 0
         for none.
 

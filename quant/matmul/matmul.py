@@ -172,7 +172,7 @@ class Matmul:
         if max(one.num_rows for one in experts) > self.tiled_rows():
             return False
         assert gate is not None
-        scratch, threads = self.workspace.buffer, self._all_threads
+        scratch, threads = self.workspace.buffer, self.call_on_all
         tiled.multiply_experts(hidden, token_ids, experts, gate, out, scratch, threads, self.integer)
         return True
 
@@ -190,9 +190,9 @@ class Matmul:
 
     def _on_threads(self, x: Tensor, packed: PackedTensor) -> tiled.OnThreads:
         """How a product calls its kernel: on the calling thread alone if it is small."""
-        return self._all_threads
+        return self.call_on_all
 
-    def _all_threads(self, call: Callable[[], None]) -> None:
+    def call_on_all(self, call: Callable[[], None]) -> None:
         """Calls a kernel, which shares its work among those that call it: here one thread."""
         call()
 
@@ -378,11 +378,8 @@ class ParallelMatmul(Matmul):
         """Calls work(rows) for every slice, in parallel, as tensor.pack_into wants it."""
         self.parallel_for(list(slices), lambda rows, _: work(rows))
 
-    def _all_threads(self, call: Callable[[], None]) -> None:
-        self._pool.call_on_all(call)
-
     def _on_threads(self, x: Tensor, packed: PackedTensor) -> tiled.OnThreads:
-        return super()._all_threads if packed.nbytes * x.shape[0] < SMALL_TILED else self._all_threads
+        return super().call_on_all if packed.nbytes * x.shape[0] < SMALL_TILED else self.call_on_all
 
     @property
     def num_workers(self) -> int:

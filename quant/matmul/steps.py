@@ -35,8 +35,7 @@ from ..native.library import (
     function,
 )
 from ..scratch import row_nbytes
-from ..tensor import PackedTensor
-from .tiled import ACTIVATIONS, MOST_ROWS, ExpertMatrices, OnThreads, native_expert, native_mixture, native_product
+from .tiled import ACTIVATIONS, MOST_ROWS, ExpertMatrices, OnThreads, native_expert, native_mixture
 
 _COUNTERS = CONSTANTS["step_counters"]
 # What computes a structure of arguments.
@@ -103,13 +102,6 @@ class Steps:
         memset(self._counters, 0, sizeof(self._counters))
         kernel, steps = function("moedge_steps", POINTER(NativeRun)), byref(self._run)
         on_threads(lambda: kernel(steps))
-
-
-def multiply(
-    x: Tensor, packed: PackedTensor, bias: Tensor | None, out: Tensor, scratch: Tensor, integer: bool = False
-) -> NativeProduct:
-    """x [T, K] times packed [N, K] transposed plus bias, into `out` [T, N]; see tiled.multiply."""
-    return native_product(x, packed, bias, out, scratch, integer)
 
 
 def norm(x: Tensor, added: Tensor | None, total: Tensor, weight: NormWeight, out: Tensor) -> NativeNorm:

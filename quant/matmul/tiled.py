@@ -82,7 +82,7 @@ def multiply(
 
 
 def native_product(
-    x: Tensor, packed: PackedTensor, bias: Tensor | None, out: Tensor, scratch: Tensor, integer: bool
+    x: Tensor, packed: PackedTensor, bias: Tensor | None, out: Tensor, scratch: Tensor, integer: bool = False
 ) -> NativeProduct:
     """A product as the kernel takes it, without rows and counters; `integer` as for multiply."""
     return NativeProduct(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from ctypes import addressof
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -98,7 +98,7 @@ class RowQuery:
     rotated: bool = False
 
     @classmethod
-    def of(cls, call: AttentionCall, pool: KVPool, layer: int, q: torch.Tensor) -> RowQuery:
+    def of(cls, call: AttentionCall, pool: KVPool, layer: int, q: torch.Tensor) -> Self:
         """The queries of the group's `layer`-th layer."""
         transform = pool.key_transform
         if transform is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -143,7 +143,7 @@ class GroupSlots:
     tables: dict[TokenChunk, torch.Tensor]
 
     @classmethod
-    def of(cls, batch: Batch, group: int, block: int, device: torch.device | str) -> GroupSlots:
+    def of(cls, batch: Batch, group: int, block: int, device: torch.device | str) -> Self:
         tables = {chunk: torch.tensor(chunk.sequence.table.blocks[group]) for chunk in batch.chunks}
         slots = slots_of(batch.chunks, group, block)
         return cls(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -230,7 +230,7 @@ class _Layer:
     shift: torch.Tensor | None
 
     @classmethod
-    def of(cls, call: AttentionCall, pool: KVPool, index: int, q: torch.Tensor) -> _Layer:
+    def of(cls, call: AttentionCall, pool: KVPool, index: int, q: torch.Tensor) -> Self:
         shift = None
         if pool.key_transform is not None and not call.is_plain:
             shift = pool.key_transform.shifts(index, q).mul_(call.scale)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from inspect import signature
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -35,7 +35,7 @@ class FreshAttention:
         self._arguments = frozenset(signature(varlen).parameters) if varlen is not None else frozenset()
 
     @classmethod
-    def for_gpu(cls, capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> FreshAttention:
+    def for_gpu(cls, capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> Self:
         serves = capability >= FLASH_CAPABILITY and dtype in FLASH_TYPES and head_dim <= 256 and head_dim % 8 == 0
         return cls(find_varlen() if serves else None)
 

@@ -44,6 +44,7 @@ from ..loading.machine_memory import budget_of
 from ..loading.prepare import prepare
 from ..plan.placement import RING_EXPERTS, Placement, Plan, Workload, largest_expert
 from ..plan.planner import choose_dtype, make_plan
+from ..plan.presets import layer_share
 from ..plan.rates import INTEGERS, WIDE
 from ..sampling.params import SequenceSampling
 from ..settings.errors import DoesNotFit
@@ -266,13 +267,14 @@ LEAST_S = 1e-12
 @dataclass(frozen=True, slots=True)
 class Timed:
     """One pass: its tokens, the sequences in it, whether experts streamed, its seconds, and those before and after the
-    model's own."""
+    model's own. `launches` of a layer are a multiple of those that `Overheads` are for."""
 
     tokens: int
     sequences: int
     streamed: bool
     seconds: float
     outside_s: float
+    launches: float = 1.0
 
 
 def measure_overheads() -> Overheads:
@@ -332,7 +334,8 @@ def passes_of(loaded: LoadedEngine, shape: ModelShape, plan: Plan, device: Devic
         _passes(loaded.engine, shape, *kind, device)
     for kind in PASS_KINDS:
         for tokens, seconds, outside_s in _passes(loaded.engine, shape, *kind, device):
-            yield Timed(tokens, kind[0], plan.streams, seconds, outside_s)
+            launches = 1.0 if device is None else layer_share(prompts=tokens > kind[0], by_torch=False)
+            yield Timed(tokens, kind[0], plan.streams, seconds, outside_s, launches)
 
 
 def _passes(
@@ -396,7 +399,8 @@ def _causes(shape: ModelShape, timed: list[Timed]) -> torch.Tensor:
     experts = shape.layers[0].experts
     assert experts is not None
     rows = [
-        (1.0, expected_union(experts.count, experts.per_token, one.tokens), one.sequences, one.tokens) for one in timed
+        (one.launches, expected_union(experts.count, experts.per_token, one.tokens), one.sequences, one.tokens)
+        for one in timed
     ]
     return len(shape.layers) * torch.tensor(rows, dtype=torch.float64)
 

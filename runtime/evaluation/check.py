@@ -194,7 +194,7 @@ def check(
         else:
             quant, dtype = precision(engine.source, quant, dtype)
         encoded = _encode(engine, prompts or PROMPTS)
-        native = dtype if dtype != "auto" else str(engine.source.dtype or engine.source.shape.dtype)
+        native = dtype if dtype != "auto" else engine.source.recipe.get("dtype", engine.source.shape.dtype)
         settings = Settings(quant=quant, dtype=dtype, kv=native, compute=compute, deterministic=deterministic)
         traced = _trace(engine, encoded, settings, chosen)
         # Its memory is the reference's now; the small files of a GGUF file stay.

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ...offload.budget import gib
 from ...offload.memory import return_memory, trim
@@ -281,7 +281,6 @@ def _by_transformers(
     local: Callable[[], LocalErrors] | None = None,
     formats: FormatWeights | None = None,
 ) -> Passed:
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...moe.streaming_mode import ExpertOptions
+from ...moe.streaming_mode import Mode
 from ...offload.memory import Heap
 from ..engine import sequence
 from ..jobs.job_plan import equal_rows, with_workload
@@ -43,7 +43,7 @@ class Load:
         return self.prompt_tokens + self.max_tokens
 
 
-def bench(model: str, settings: Settings, budgets: Budgets, experts: ExpertOptions, load: Load) -> dict[str, Any]:
+def bench(model: str, settings: Settings, budgets: Budgets, stream: Mode | None, load: Load) -> dict[str, Any]:
     """The document of `moedge bench --json` (docs/dev/bench.md). The engine is the one that `moedge batch` would load
     for the most of `load.sequences` rows.
 
@@ -57,7 +57,7 @@ def bench(model: str, settings: Settings, budgets: Budgets, experts: ExpertOptio
                 f"and the context has {context:,}; lower one of them"
             )
         most = equal_rows(max(load.sequences), load.prompt_tokens, load.max_tokens)
-        loaded = opened.load(settings, budgets, most, experts)
+        loaded = opened.load(settings, budgets, most, stream)
         if loaded.longest < load.longest:
             raise DoesNotFit(
                 f"sequences of {loaded.longest:,} tokens fit, and {load.longest:,} were asked for; give more memory, "

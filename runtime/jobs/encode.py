@@ -206,7 +206,7 @@ class RowEncoder:
         known = None if self._spool is None else self._spool.token_ids(row.index)
         if known is not None:
             return known
-        ids_of_prompts = [self._ids(prompt) for prompt in row.prompts]
+        ids_of_prompts = [self.token_ids(prompt) for prompt in row.prompts]
         if self._spool is not None:
             self._spool.add(row.index, ids_of_prompts)
         return ids_of_prompts
@@ -228,7 +228,8 @@ class RowEncoder:
         )
         return row.failure(ErrorCode.KV_CACHE_EXCEEDED, message)
 
-    def _ids(self, prompt: Prompt) -> list[int]:
+    def token_ids(self, prompt: Prompt) -> list[int]:
+        """Raises PromptError, TokenizerError."""
         if isinstance(prompt, ChatPrompt):
             return self.tokenizer.encode_chat(prompt.messages, prompt.tools, prompt.variables)
         return self.tokenizer.encode(prompt.text) if isinstance(prompt, TextPrompt) else list(prompt.token_ids)

@@ -8,29 +8,33 @@ needs torch.
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 import time
 from array import array
 from collections.abc import Collection, Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, Protocol, Self, cast
 
+from ...offload.device import Device
 from ...offload.memory import Heap, host_resident
 from ..engine.engine import Metrics
 from ..loading.engine_loader import LoadedEngine, LoadedModel
-from ..loading.machine_memory import MachineMemory
 from ..plan.fallback import FallbackPolicy
 from ..plan.memory_ledger import TierLedger
 from ..plan.placement import Plan, Workload
 from ..plan.planner import PlanResult, SearchSpace
 from ..rows.answer_formats import Answers
-from ..rows.reader import RowFile, read_rows
+from ..rows.reader import RowFile, open_regular, plain, read_rows
 from ..rows.row import RowFailure
 from ..text.tokenizer import Tokenizer
 from ..weights.key_offsets import KeyOffsets
 from .answer_stream import AnswerStream, partial_file
 from .encode import JobSize, RowEncoder, TokenSpool, measure
-from .folder import now_text, seekable
+from .folder import now_text
 from .job_plan import remember, with_workload
 from .journal.run_log import RunLog
 from .journal.state import Counts
@@ -40,6 +44,21 @@ from .run import FileRows, RowRunner, RowSource, failed_row
 from .session import Checked, Ended, JobClaim, JobSession, disk_errors
 from .stop import StallGuard
 from .summary import RunSummary, Seconds
+
+_PIECE_NBYTES = 1 << 20
+
+
+def seekable(path: Path, folder: Path) -> BufferedReader:
+    """The rows as plain bytes, from the first one on; an unpacked copy has no name and goes with the process."""
+    raw = open_regular(path)
+    text = plain(raw)
+    if text is raw:
+        return raw
+    unpacked = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (the caller closes it)
+    with raw:
+        shutil.copyfileobj(text, unpacked, _PIECE_NBYTES)
+    unpacked.seek(0)
+    return cast(BufferedReader, unpacked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +83,7 @@ class Measured:
         # Templates get the date at which the job began.
         opened = given.tokenizer.dated(claim.created) if given else Tokenizer.load(source.folder, claim.created)
         tokenizer = checked.resources.enter_context(opened)
-        text = checked.resources.enter_context(seekable(claim.rows.path, claim.folder))
+        text = checked.resources.enter_context(seekable(claim.rows.path, claim.folder.path))
         file = RowFile(text, checked.preflight.index, checked.request.defaults)
         spool = TokenSpool(claim.folder.path, checked.preflight.num_rows)
         checked.resources.callback(spool.close)
@@ -85,28 +104,25 @@ class Measured:
         """
         checked, workload, budgets = self.checked, self.size.shape(), self.checked.request.budgets
         if (given := checked.given) is not None:
-            return self.planned(given.chosen, given.policy.plan, workload, given.memory)
-        memory, chosen = plan_model(checked.source, checked.claim.settings, budgets, workload, checked.request.plan)
-        return Planned(self, workload, memory, chosen, checked.claim.begin(chosen.plan))
+            return self.planned(given.chosen, given.policy.plan, workload)
+        device, chosen = plan_model(checked.source, checked.claim.settings, budgets, workload, checked.request.plan)
+        return Planned(self, workload, chosen, checked.claim.begin(chosen.plan), device)
 
-    def planned(
-        self, chosen: PlanResult, plan: Plan, workload: Workload, memory: MachineMemory | None = None
-    ) -> Planned:
-        """The job begins by a plan that was made before, or elsewhere, then without the `memory` of this machine."""
+    def planned(self, chosen: PlanResult, plan: Plan, workload: Workload) -> Planned:
+        """The job begins by a plan that was made before, or elsewhere."""
         chosen = with_workload(chosen, plan, workload)
-        memory = memory or MachineMemory(chosen.plan.budget)
-        return Planned(self, workload, memory, chosen, self.checked.claim.begin(chosen.plan))
+        return Planned(self, workload, chosen, self.checked.claim.begin(chosen.plan))
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The job is in its journal, and `chosen` says with what it is to run."""
+    """The job is in its journal, and `chosen` says with what it is to run; on `device` if that is to be loaded here."""
 
     measured: Measured
     workload: Workload
-    memory: MachineMemory
     chosen: PlanResult
     session: JobSession
+    device: Device | None = None
 
     @property
     def plan(self) -> Plan:
@@ -139,8 +155,8 @@ class Planned:
             given.engine.start_counting()
             return Loaded(self, given, 0.0)
         offsets = self.session.key_offsets(source.shape)
-        tokenizer, planned = self.measured.tokenizer, (self.memory, self.chosen)
-        model = load_model(source, tokenizer, planned, request.budgets, request.experts, offsets)
+        tokenizer, planned = self.measured.tokenizer, (self.device, self.chosen)
+        model = load_model(source, tokenizer, planned, request.budgets, request.stream, offsets)
         checked.resources.callback(model.engine.close)
         profile_model(model, self.workload)
         return Loaded(self, model, time.perf_counter() - begun)
@@ -270,7 +286,7 @@ class Running:
 
     def __init__(self, loaded: Executor) -> None:
         """The rows are those of the input file that have no answer."""
-        self._loaded = loaded
+        self.executor = loaded
         self.planned = loaded.planned
         self._checked = loaded.planned.measured.checked
         self.session = loaded.planned.session
@@ -286,31 +302,23 @@ class Running:
 
     @property
     def metrics(self) -> Metrics:
-        return self._loaded.metrics
+        return self.executor.metrics
 
     @property
     def num_rows(self) -> int:
         """The rows of the job."""
         return self.session.journal.state.num_rows
 
-    @property
-    def num_workers(self) -> int | None:
-        return self._loaded.num_workers
-
-    @property
-    def expert_hit_rate(self) -> float | None:
-        return self._loaded.expert_hit_rate
-
     def passes(self) -> Generator[None]:
         """Runs the job, a pass per iteration, to its end or until `stopped_because` says why not."""
         begun, session = time.perf_counter(), self.session
-        with session.working(self._loaded.key_offsets), closing(self._loaded.passes(session, self._rows)) as passes:
+        with session.working(self.executor.key_offsets), closing(self.executor.passes(session, self._rows)) as passes:
             partial = self._partial_file()
             self._log.begin(**self._beginning())
             for _ in passes:
                 if partial is not None:
                     with disk_errors(self._checked.paths.partial):
-                        partial.upto(self.session.folder.journal, self.session.committed.end)
+                        partial.upto(self.session.folder.journal, self.session.journal.committed.end)
                 self._seconds = time.perf_counter() - begun
                 self._log.sample(self._sample)
                 yield
@@ -331,8 +339,8 @@ class Running:
             self.session.stop(reason)
         summary = self._summary()
         self._log.sample(self._sample, last=True)
-        self._log.end(reason=reason, summary=summary.as_dict(), experts=self._loaded.expert_use)
-        return Ended(self.session, self._checked.paths, summary, reason, self._loaded.over_budget)
+        self._log.end(reason=reason, summary=summary.as_dict(), experts=self.executor.expert_use)
+        return Ended(self.session, self._checked.paths, summary, reason, self.executor.over_budget)
 
     def _partial_file(self) -> AnswerStream | None:
         """The file that grows with the answers, where it is asked for; closed with the job."""
@@ -349,10 +357,10 @@ class Running:
             "at": now_text(),
             "rows": self.num_rows,
             "done": counts.rows,
-            "load_s": self._loaded.load_seconds,
+            "load_s": self.executor.load_seconds,
             "predicted_tok_s": predicted.generated_tok_s,
             "predicted_s": predicted.seconds,
-            "ram_budget": self.planned.memory.budget.host_nbytes,
+            "ram_budget": self.planned.plan.budget.host_nbytes,
         }
 
     def _sample(self) -> dict[str, Any]:
@@ -367,8 +375,8 @@ class Running:
 
     def _summary(self) -> RunSummary:
         total = time.perf_counter() - self._checked.begun
-        seconds = Seconds(self._loaded.load_seconds, self._seconds, total)
-        summary = self._loaded.summary(self.session.journal.state.counts, seconds)
+        seconds = Seconds(self.executor.load_seconds, self._seconds, total)
+        summary = self.executor.summary(self.session.journal.state.counts, seconds)
         summary.model = {**summary.model, "generation_config": dict(self._checked.sampling.values)}
         return summary
 

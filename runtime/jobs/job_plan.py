@@ -36,7 +36,7 @@ from ..plan.presets import Preset, find_preset, with_preset
 from ..plan.rates import rates_of
 from ..rows.tables import InputFormat
 from ..settings.errors import ModelNotFound, SettingError
-from ..settings.settings import Budgets, DeviceBudget, MemoryBudget, Settings
+from ..settings.settings import Budgets, MemoryBudget, Settings
 from ..shape.model_shape import ModelShape
 from ..shape.shards import all_formats, checkpoint_nbytes
 from ..source.hub import same_disk
@@ -93,23 +93,17 @@ class _Machine:
         files = sorted(weights.glob("*.safetensors"))
         return replace(self, profile=machine_profile(budgets.disk_dir or default_root(), files=files))
 
-    def costs(self, shape: ModelShape, settings: Settings, device: DeviceBudget | None) -> CostModel:
-        """The cost model from its rates; with the rates of `device` if there is one."""
-        return CostModel(shape, rates_of(self.profile, device is not None), BESIDE_PASSES)
-
-    def corrections(self, shape: ModelShape, settings: Settings, device: DeviceBudget | None) -> dict[str, float]:
-        """What its earlier runs taught."""
-        dtype = choose_dtype(settings.dtype, shape.dtype, None if device is None else device.gpu)
-        formats = formats_key(settings.quant, dtype, settings.compute, settings.deterministic, device is not None)
-        return corrections(last_runs(ALL_RUNS), machine_key(self.hardware), shape_key(shape), formats)
-
     def request(
         self, shape: ModelShape, settings: Settings, on_disk: tuple[MemoryBudget, Prepared], workload: Workload
     ) -> PlanRequest:
-        """A plan request for this machine; `on_disk` is what `_with_disk` found."""
+        """A plan request by its rates and what its earlier runs taught; `on_disk` is what `_with_disk` found."""
         budget, prepared = on_disk
+        on_device, gpu = budget.device is not None, None if budget.device is None else budget.device.gpu
+        dtype = choose_dtype(settings.dtype, shape.dtype, gpu)
+        formats = formats_key(settings.quant, dtype, settings.compute, settings.deterministic, on_device)
         return PlanRequest(
-            costs=self.costs(shape, settings, budget.device),
+            # The host thread of a device is counted.
+            costs=CostModel(shape, rates_of(self.profile, on_device), {} if on_device else BESIDE_PASSES),
             workload=workload,
             budget=budget,
             settings=settings,
@@ -118,16 +112,16 @@ class _Machine:
             prepared=prepared,
             elsewhere=self.elsewhere,
             preset=self.preset,
-            corrections=self.corrections(shape, settings, budget.device),
+            corrections=corrections(last_runs(ALL_RUNS), machine_key(self.hardware), shape_key(shape), formats),
         )
 
 
 def _with_disk(
-    budget: MemoryBudget, budgets: Budgets, settings: Settings, model: _Located
+    budget: MemoryBudget, budgets: Budgets, settings: Settings, model: Headers
 ) -> tuple[MemoryBudget, Prepared]:
     """The budget with the bytes that may still be written to the disk of prepared weights, as it is now, and what is
     prepared there of the model."""
-    if model.is_store:
+    if model.recipe:
         return replace(budget, disk_nbytes=None), Prepared(is_model=True)
     root = budgets.disk_dir or default_root()
     space = DiskSpace.of(root, budgets.disk_nbytes())
@@ -138,17 +132,6 @@ def _with_disk(
         dtype = choose_dtype(settings.dtype, model.shape.dtype, None if budget.device is None else budget.device.gpu)
         there = prepared_nbytes(model.name, model.folder, all_formats(model.shape), dtype, root, space.stores)
     return replace(budget, disk_nbytes=new), Prepared(there)
-
-
-@dataclass(frozen=True, slots=True)
-class _Located:
-    """A model and where its checkpoint is: None where nothing is here."""
-
-    name: str
-    shape: ModelShape
-    folder: Path | None
-    is_store: bool = False
-    on_hub: bool = False
 
 
 def plan_job(
@@ -166,8 +149,8 @@ def plan_job(
     long. Raises DoesNotFit, SettingError.
     """
     machine, settings = _Machine.here(budgets), source.settle(settings)
-    located = _Located(source.name, source.shape, source.weights, source.store is not None)
-    on_disk = _with_disk(budget, budgets, settings, located)
+    headers = Headers(source.name, source.shape, source.weights, source.recipe)
+    on_disk = _with_disk(budget, budgets, settings, headers)
     result = _solve(machine.request(source.shape, settings, on_disk, workload), saved)
     if (machine.profile is None or machine.profile.is_provisional) and (
         result.prediction.total_s > LONG_SECONDS or result.prediction.loading_s > LONG_LOADING_SECONDS
@@ -249,8 +232,7 @@ def plan_request(
         # Of its disk nothing is known but what the user says.
         on_disk = budget, Prepared(is_model=bool(headers.recipe))
     else:
-        located = _Located(headers.name, headers.shape, headers.folder, bool(headers.recipe), headers.on_hub)
-        on_disk = _with_disk(budget, budgets, settings, located)
+        on_disk = _with_disk(budget, budgets, settings, headers)
     return known.request(headers.shape, settings, on_disk, workload)
 
 

@@ -4,32 +4,37 @@ cluster all go this way.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Items
 from contextlib import ExitStack
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ...moe.streaming_mode import DEFAULTS, ExpertOptions
+import torch
+
+from ...moe.streaming_mode import Mode
 from ...offload.budget import GIB
 from ...offload.closing import Closing
-from ...offload.memory import Heap, reset_host_peak, return_memory, trim
-from ..loading.engine_loader import LoadedModel, load_engine, load_with_fallback
-from ..loading.machine_memory import MachineMemory, limit_pins, open_memory
-from ..loading.prepare import store_for
-from ..loading.rehearsal import prompt_tokens, rehearse
+from ...offload.device import Device
+from ...offload.memory import Heap, reset_host_peak
+from ..engine.sequence import Sequence
+from ..loading.engine_loader import LoadedEngine, LoadedModel, load_engine, load_with_fallback
+from ..loading.machine_memory import limit_pins, open_memory
+from ..loading.prepare import release_memory, store_for
 from ..plan.fallback import FallbackPolicy
 from ..plan.memory_ledger import TierLedger
-from ..plan.placement import Workload
+from ..plan.placement import Plan, Workload
 from ..plan.planner import PlanResult
+from ..sampling.params import SequenceSampling
 from ..settings.errors import OverBudget, SettingError
 from ..settings.settings import Budgets, Settings
 from ..source.model_source import ModelSource, open_source
 from ..text.tokenizer import Tokenizer
 from ..weights.key_offsets import MAX_TOKENS, TEXT, KeyOffsets
 from .job_plan import plan_job
-from .request import EQUAL_ROWS, budgets_of, experts_of, settings_of
+from .request import EQUAL_ROWS, budgets_of, settings_of, stream_of
 
 
 def plan_model(
@@ -38,36 +43,99 @@ def plan_model(
     budgets: Budgets,
     workload: Workload,
     saved: Path | None = None,
-) -> tuple[MachineMemory, PlanResult]:
+) -> tuple[Device | None, PlanResult]:
     """Opens the device and plans for `workload`, or takes the `saved` plan.
 
     Raises DoesNotFit, naming the smallest budget that works, SettingError, BadSize.
     """
-    memory = open_memory(budgets, source.settle(settings), source.shape)
-    return memory, plan_job(source, settings, budgets, memory.budget, workload, saved)
+    budget, device = open_memory(budgets, source.settle(settings), source.shape)
+    return device, plan_job(source, settings, budgets, budget, workload, saved)
 
 
 def load_model(
     source: ModelSource,
     tokenizer: Tokenizer,
-    planned: tuple[MachineMemory, PlanResult],
+    planned: tuple[Device | None, PlanResult],
     budgets: Budgets,
-    experts: ExpertOptions = DEFAULTS,
+    stream: Mode | None = None,
     key_offsets: KeyOffsets | None = None,
 ) -> LoadedModel:
     """Weights into memory as planned, from a store where they do not fit; the store is made first where it is missing.
 
     Whoever loads it closes its engine. Raises DoesNotFit, MemoryGaveOut.
     """
-    memory, chosen = planned
-    limit_pins(memory.device, chosen.request.profile)
+    device, chosen = planned
+    limit_pins(device, chosen.request.profile)
     policy = FallbackPolicy(chosen.plan, chosen.request)
     store = store_for(source, chosen.plan, budgets)
     folder = store and store.folder
-    load = partial(load_engine, source, store=folder, device=memory.device, experts=experts, key_offsets=key_offsets)
+    load = partial(load_engine, source, store=folder, device=device, stream=stream, key_offsets=key_offsets)
     engine = load_with_fallback(load, policy)
     written = store.nbytes_written if store else 0
-    return LoadedModel(source, tokenizer, memory, chosen, policy, engine, written)
+    return LoadedModel(source, tokenizer, chosen, policy, engine, written)
+
+
+# Random tokens that are generated at a time.
+_DRAWN = 4096
+
+
+def rehearse(loaded: LoadedEngine, plan: Plan, workload: Workload, tokens: Iterator[int]) -> None:
+    """Runs one pass with as many prompt tokens and sampled rows as the plan allows; the engine is as new afterwards.
+
+    Where Triton kernels compute attention, the longest prompt of one pass follows, and a pass that decodes over it and
+    so splits its keys. `tokens` come from `prompt_tokens`. Raises SettingError if values overflow in fp16. Check the
+    engine's ledger after it: the peaks of the process are those of the worst pass then.
+    """
+    engine = loaded.engine
+    live = min(plan.max_sequences, plan.tokens_per_pass, workload.sequences)
+    length = max(
+        1, min(plan.tokens_per_pass // live, workload.longest - 1, plan.kv_tokens * plan.kv_sequences // live - 1)
+    )
+    cache = engine.scheduler.cache
+    shared = cache.sharing
+    # Else sequences with the same beginning would share blocks, and the pass would not be the largest.
+    cache.sharing = False
+    failed = _run_alone(loaded, live, length, 1, tokens)
+    longest = min(plan.tokens_per_pass, workload.longest - 2, plan.kv_tokens - 2)
+    if plan.attention == "triton" and longest > 0:
+        failed += _run_alone(loaded, 1, longest, 2, tokens)
+    if plan.attention == "triton":
+        # Launches every kernel that attention may need in the job, for all layers that were rehearsed.
+        # Imports Triton.
+        from ..attention.triton_backend import TritonAttention
+
+        attention = loaded.model.attention
+        assert isinstance(attention, TritonAttention), "the plan names the backend"
+        for launch in attention.warm_up_launches():
+            launch.run()
+    cache.sharing = shared
+    loaded.start_counting()
+    if failed and plan.dtype == "fp16":
+        raise SettingError(
+            f"{failed} rehearsed rows got logits that are not finite: this model's numbers overflow in fp16, whose "
+            "largest is 65,504; nothing was run. Give --dtype bf16 or --dtype fp32, and another output: this one's job "
+            "was begun in fp16."
+        )
+
+
+def prompt_tokens(text: Items[int], vocab: int) -> Iterator[int]:
+    """Yields token ids without end: those of `text`, in which overflow would show, then random ones.
+
+    Random tokens of the whole vocabulary reach the experts that the text does not.
+    """
+    yield from text
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        yield from torch.randint(vocab, (_DRAWN,), generator=generator).tolist()
+
+
+def _run_alone(loaded: LoadedEngine, live: int, length: int, generated: int, tokens: Iterator[int]) -> int:
+    """Runs `live` sequences to their end; returns the number that got logits that are not finite."""
+    for _ in range(live):
+        # Sampled, not greedy: sampling needs the larger scratch.
+        params = SequenceSampling(generated, temperature=1.0, ignore_eos=True)
+        loaded.engine.add(Sequence(list(islice(tokens, length)), params))
+    return sum(sequence.finish_reason == "error" for sequence in loaded.engine.run())
 
 
 def profile_model(loaded: LoadedModel, workload: Workload) -> None:
@@ -101,7 +169,7 @@ class OpenModel(Closing):
         settings: Settings,
         budgets: Budgets,
         workload: Workload,
-        experts: ExpertOptions = DEFAULTS,
+        stream: Mode | None = None,
         key_offsets: KeyOffsets | None = None,
     ) -> LoadedModel:
         """Plans for `workload` and loads. The peak of host memory counts from here.
@@ -110,7 +178,7 @@ class OpenModel(Closing):
         """
         reset_host_peak()
         planned = plan_model(self.source, settings, budgets, workload)
-        loaded = load_model(self.source, self.tokenizer, planned, budgets, experts, key_offsets)
+        loaded = load_model(self.source, self.tokenizer, planned, budgets, stream, key_offsets)
         self._engines.callback(loaded.engine.close)
         return loaded
 
@@ -125,7 +193,7 @@ class OpenModel(Closing):
         if wanted > context:
             raise SettingError(f"max_model_len {wanted:,} is more than the context of {context:,}")
         workload = workload_of(options, wanted)
-        loaded = self.load(settings_of(options), budgets_of(options), workload, experts_of(options))
+        loaded = self.load(settings_of(options), budgets_of(options), workload, stream_of(options))
         return loaded, self.rehearse(loaded, workload)
 
     def rehearse(self, loaded: LoadedModel, workload: Workload) -> Heap:
@@ -144,10 +212,7 @@ class OpenModel(Closing):
     def close_engines(self) -> None:
         """The same, and leaves the files open."""
         self._engines.close()
-        return_memory()
-        # An engine is a circle of modules.
-        gc.collect()
-        trim()
+        release_memory()
 
 
 def workload_of(options: Mapping[str, Any], longest: int) -> Workload:

@@ -56,7 +56,7 @@ def stalls(loaded: LoadedEngine) -> Stalls:
 def experts(loaded: LoadedEngine, total: int) -> Experts:
     """`total` experts has the model. What is not streamed has neither hits nor misses."""
     ours = loaded.streamed.experts
-    found = Experts(ours.num_held, total, 0, ours.stats.popularity.union, ours.stats.popularity.unions)
+    found = Experts(ours.num_held, total, 0, ours.stats.union, ours.stats.unions)
     if (cache := ours.cache) is None:
         return found
     counts = cache.counts
@@ -69,10 +69,7 @@ def experts(loaded: LoadedEngine, total: int) -> Experts:
 
 def expert_use(loaded: LoadedEngine) -> list[list[int]] | None:
     """How many tokens chose each expert, for each layer that has experts; None for a model without any."""
-    streamed = loaded.streamed
-    if streamed is None or streamed.experts is None:
-        return None
-    layers = streamed.experts.stats.popularity.layers.values()
+    layers = loaded.streamed.experts.stats.layers.values()
     return [[round(count) for count in layer.chosen] for layer in layers if layer.tokens] or None
 
 

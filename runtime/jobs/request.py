@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...moe.streaming_mode import DEFAULTS, ExpertOptions, Mode
+from ...moe.streaming_mode import Mode
 from ...offload.errors import BadStore
 from ...offload.store.manifest import MANIFEST, read_manifest
 from ..plan.planner import reads_integers
@@ -85,7 +85,7 @@ class BatchRequest:
     defaults: Defaults = field(default_factory=Defaults)
     budgets: Budgets = field(default_factory=Budgets)
     limits: Limits = field(default_factory=Limits)
-    experts: ExpertOptions = DEFAULTS
+    stream: Mode | None = None
     lenient: bool = False
     csv_safe: bool = False
     input_format: InputFormat = InputFormat.AUTO
@@ -337,10 +337,10 @@ def budgets_of(options: Mapping[str, Any]) -> Budgets:
     return Budgets(**sizes, disk_dir=None if folder is None else Path(folder))
 
 
-def experts_of(options: Mapping[str, Any]) -> ExpertOptions:
-    """Those of the options that say how experts are streamed."""
+def stream_of(options: Mapping[str, Any]) -> Mode | None:
+    """The mode of every layer and pass; None where each layer uses the cheapest one."""
     stream = options.get("stream", "auto")
-    return ExpertOptions(None if stream == "auto" else Mode(stream))
+    return None if stream == "auto" else Mode(stream)
 
 
 def limits_of(options: Mapping[str, Any]) -> Limits:
@@ -409,7 +409,7 @@ def request_of(
         input_format=input_format_of(options),
         unset=unset_names(options.get("temperature")),
         budgets=budgets_of(options),
-        experts=experts_of(options),
+        stream=stream_of(options),
         limits=limits_of(options),
         lenient=options.get("lenient", False),
         csv_safe=options.get("csv_safe", False),

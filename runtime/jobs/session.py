@@ -6,7 +6,9 @@ journal, and the output can be published. Torch-free: what is refused is refused
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,17 +21,18 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from ...offload.atomic_file import AtomicFile, write_atomically
 from ...offload.stream.stream import StreamBroken
-from ..rows.preflight import Preflight, preflight
-from ..rows.reader import STDIN, Fingerprint, RowIndex, packed, prefix_digest
+from ..rows.preflight import Preflight, file_fingerprint, preflight
+from ..rows.reader import STDIN, Fingerprint, RowIndex, open_input, packed, prefix_digest
 from ..rows.row import Defaults
-from ..rows.tables import InputFormat, input_format
+from ..rows.tables import InputFormat, convert, input_format
 from ..sampling.model_defaults import ModelDefaults, model_defaults
-from ..settings.errors import ExportFailed, InputChanged, JobMismatch, JournalFailed, Stalled, counted
+from ..settings.errors import ExportFailed, InputChanged, InputUnreadable, JobMismatch, JournalFailed, Stalled, counted
 from ..settings.settings import Settings
 from ..source.model_source import ModelSource, open_source, public_name
-from .folder import JobFolder, JobLock, json_lines, now_text, regular_input
-from .journal.journal import EarlierRuns, Journal, Mark, read_answers
+from .folder import JobFolder, JobLock, now_text
+from .journal.journal import EarlierRuns, Journal, read_answers
 from .journal.state import FINISHED, JobState, read_state
 from .outputs import OutputPaths, claim_output, export, export_partial, is_exported, refuse_foreign_outputs
 from .request import (
@@ -70,6 +73,56 @@ def lock_folder(paths: OutputPaths) -> Iterator[JobFolder]:
         yield folder
 
 
+_PIECE_NBYTES = 1 << 20
+
+
+def regular_input(path: Path, folder: JobFolder) -> Path:
+    """The file to read rows from: `path`, or what came through standard input, kept for as long as the job is.
+
+    Raises InputChanged where the job was started with other rows from the pipe.
+    """
+    if os.fspath(path) != STDIN:
+        return path
+    if sys.stdin.isatty():
+        raise InputUnreadable("standard input is a terminal; give a file, or pipe one in")
+    with AtomicFile(folder.input) as file:
+        with open_input(path) as raw:
+            while data := raw.read(_PIECE_NBYTES):
+                file.write(data)
+        file.flush()
+        if not folder.input.exists():
+            file.publish()
+        elif not file_fingerprint(folder.input).same_content(file_fingerprint(file.hidden)):
+            raise InputChanged(
+                "the rows from the pipe differ from those that this job was started with; pipe in the same rows, use "
+                "`moedge jobs resume`, or start over with --overwrite"
+            )
+    return folder.input
+
+
+def json_lines(path: Path, kind: InputFormat, folder: JobFolder) -> tuple[Path, str | None]:
+    """The file to read rows from: `path`, or its rows as JSON lines, converted once and kept for as long as the job is;
+    and the encoding of its text, None for UTF-8.
+
+    A file that is what it was is not converted again. Raises InputRefused, InputUnreadable, MissingExtra.
+    """
+    if kind is InputFormat.JSONL:
+        return path, None
+    found = file_fingerprint(path)
+    made_of = {"format": kind, "sha256": found.sha256, "nbytes": found.nbytes}
+    if folder.rows.is_file() and folder.rows_of.is_file():
+        kept = json.loads(folder.rows_of.read_bytes())
+        if kept == made_of | {"encoding": kept.get("encoding")}:
+            return folder.rows, kept["encoding"]
+    # First: a kill between the two must not leave the mark of one file beside the rows of another.
+    folder.rows_of.unlink(missing_ok=True)
+    with AtomicFile(folder.rows) as file:
+        encoding = convert(path, kind, file, "standard input" if path == folder.input else None)
+        file.publish()
+    write_atomically(folder.rows_of, json.dumps(made_of | {"encoding": encoding}).encode())
+    return folder.rows, encoding
+
+
 @dataclass(frozen=True, slots=True)
 class JobInput:
     """The rows of a job: where they are, how absent fields are filled, and what the check of them found."""
@@ -97,17 +150,14 @@ class JobInput:
             found = replace(found, path=f"{request.input}{read_as}", unit="row")
         return cls(path, request.defaults, found)
 
-    def refuse_other(self, folder: JobFolder, state: JobState) -> None:
-        """Raises InputChanged where these are not the rows that the job was started with, naming the row."""
-        self._refuse_other(self.preflight, folder, state)
-
     def refuse_changed_meanwhile(self, folder: JobFolder, state: JobState) -> None:
-        """The same for rows that were written to since they were checked."""
+        """Raises InputChanged as `refuse_other`, for rows that were written to since they were checked."""
         before, now = self.preflight.fingerprint, self.path.stat()
         if (now.st_size, now.st_mtime_ns) != (before.nbytes, before.mtime_ns):
-            self._refuse_other(preflight(self.path, self.defaults), folder, state)
+            self.refuse_other(preflight(self.path, self.defaults), folder, state)
 
-    def _refuse_other(self, found: Preflight, folder: JobFolder, state: JobState) -> None:
+    def refuse_other(self, found: Preflight, folder: JobFolder, state: JobState) -> None:
+        """Raises InputChanged where `found` are not the rows that the job was started with, naming the row."""
         opened = state.opened
         before = Fingerprint(**opened["input"], mtime_ns=0)
         if not found.fingerprint.same_content(before) and not self._grew(found, before, state.num_rows):
@@ -263,7 +313,7 @@ class JobClaim:
         """Refuses a request for another job than the one that has this folder."""
         opened = state.opened
         _refuse_other_output(self.folder, state, self.paths)
-        self.rows.refuse_other(self.folder, state)
+        self.rows.refuse_other(self.rows.preflight, self.folder, state)
         asked = self.request.resume
         to_do = not state.finished or self.num_added > 0 or asked.failed or asked.cut_to is not None
         self._identity.refuse_other(state, self.request.settings, asked.drift, self.paths, to_do)
@@ -333,13 +383,9 @@ class JobSession:
         return self.journal.state.finished
 
     @property
-    def committed(self) -> Mark:
-        return self.journal.committed
-
-    @property
     def num_confirmed(self) -> int:
         """Rows whose answer is on disk, less those that are still to be continued."""
-        mark = self.committed
+        mark = self.journal.committed
         return mark.ok + mark.failed - len(self.claim.earlier.cut_rows) + mark.continued - self._continued_before
 
     def key_offsets(self, shape: ModelShape) -> KeyOffsets | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from platformdirs import user_state_path
 
@@ -60,7 +60,7 @@ class JobStatus:
     phase: JobPhase
 
     @classmethod
-    def read(cls, folder: JobFolder) -> JobStatus:
+    def read(cls, folder: JobFolder) -> Self:
         """Raises BadJournal, OtherVersion."""
         # The lock first: a job that finishes in between is then read as finished.
         locked = folder.locked

@@ -139,7 +139,7 @@ class StallGuard:
     def __init__(
         self,
         work: Callable[[], int],
-        weights: WeightSource | None,
+        weights: WeightSource,
         stacks: Path,
         limit_seconds: float = LIMIT_SECONDS,
         end_process: Callable[[int], None] = os._exit,
@@ -150,10 +150,9 @@ class StallGuard:
         self._stacks = stacks
         self._end_process = end_process
         self._left = threading.Event()
-        moved = (lambda: 0) if weights is None else (lambda: weights.nbytes_moved)
-        self._watchdog = Watchdog(work, moved, self._stop, limit_seconds, dump=self._dump)
+        self._watchdog = Watchdog(work, lambda: weights.nbytes_moved, self._stop, limit_seconds)
 
-    def __enter__(self) -> StallGuard:
+    def __enter__(self) -> Self:
         self._stacks.unlink(missing_ok=True)
         self._watchdog.__enter__()
         return self
@@ -184,9 +183,9 @@ class StallGuard:
 
     def _stop(self, reason: str) -> None:
         """On the watching thread."""
+        self._dump()
         self.reason = reason
-        if self._weights is not None:
-            self._weights.fail(TimeoutError(reason))
+        self._weights.fail(TimeoutError(reason))
         if not self._left.wait(GRACE_SECONDS):
             # The passes hang in a call that no exception reaches. What the journal has is on disk; leave.
             print(f"moedge: {reason}; {self._stacks} shows the stack of each thread", file=sys.__stderr__, flush=True)
@@ -230,7 +229,7 @@ class CrashMarker:
         self._file: IO[bytes] | None = None
         self._before = faulthandler.is_enabled()
 
-    def __enter__(self) -> CrashMarker:
+    def __enter__(self) -> Self:
         for left in self._path.parent.glob(JobFolder.ALIVE):
             left.unlink(missing_ok=True)
         self._alive.touch()

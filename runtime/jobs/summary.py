@@ -252,7 +252,7 @@ class RunSummary:
     fallbacks: list[Fallback] = field(default_factory=list)
     workers: list[WorkerRun] = field(default_factory=list)
 
-    def without_memory(self) -> RunSummary:
+    def without_memory(self) -> Self:
         """Of a worker that died: another one has the memory meanwhile."""
         experts = replace(self.experts, held=None, total=None)
         return replace(self, memory=Memory(), kv=KV(), experts=experts, predicted=Predicted())

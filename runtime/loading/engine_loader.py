@@ -12,12 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from ...moe.expert import ExpertWeights, ResidentExpert, group_by_expert
-from ...moe.streaming_mode import DEFAULTS, ExpertOptions
+from ...moe.streaming_mode import Mode
 from ...offload.device import Device
 from ...offload.errors import is_out_of_memory
 from ...offload.machine.hardware import num_workers
@@ -48,10 +47,12 @@ from ..model.recurrent.pass_states import PassStates
 from ..model.recurrent.seam import adapt_recurrences
 from ..model.runner import ModelRunner
 from ..model.weights_seam import PIECE_NUMEL, SMALL_PIECE_NUMEL, ArrivingLayers, move_resident, norm_in_pieces
+from ..plan.candidate import SAMPLER_NBYTES
 from ..plan.fallback import FallbackPolicy
 from ..plan.kernels import FUSED_DECODER, FUSED_LAYERS, SEAMS, Kernels, product_kernels
 from ..plan.memory_ledger import FUSED, KV_CACHE, PARKED, RINGS, STAGED, STATES, WEIGHTS, WORKSPACE, MemoryLedger
 from ..plan.placement import LOADING_NBYTES, Plan
+from ..plan.planner import PlanResult
 from ..sampling.sampler import Sampler
 from ..settings.stages import stage
 from ..shape.checkpoint_shape import open_checkpoint, read_tensors
@@ -60,15 +61,11 @@ from ..shape.model_shape import ModelShape
 from ..shape.shards import ModelShards, helper_nbytes, model_shards, workspace_nbytes
 from ..source.model_source import ModelSource
 from ..source.stored_model import read_resident
+from ..text.tokenizer import Tokenizer
 from ..weights.key_offsets import KeyOffsets, fixed_token_ids, kept, measure
 from ..weights.memory import WeightMemory
 from ..weights.preparation import WINDOW_COPIES, WINDOW_NBYTES, MemorySink, Preparation, widening_nbytes
 from ..weights.streaming import StreamedWeights, fill_from_store
-
-if TYPE_CHECKING:
-    from ..plan.planner import PlanResult
-    from ..text.tokenizer import Tokenizer
-    from .machine_memory import MachineMemory
 
 
 @torch.inference_mode()
@@ -203,7 +200,6 @@ class LoadedModel:
 
     source: ModelSource
     tokenizer: Tokenizer
-    memory: MachineMemory
     chosen: PlanResult
     policy: FallbackPolicy
     engine: LoadedEngine
@@ -252,7 +248,7 @@ class Loading:
         self,
         layers: list[LayerAssembly],
         store: Store | None = None,
-        experts: ExpertOptions = DEFAULTS,
+        stream: Mode | None = None,
         key_offsets: KeyOffsets | None = None,
     ) -> LoadedEngine:
         """Builds the engine, after `memory` and the small parameters are filled; the rest streams from `store`."""
@@ -261,7 +257,7 @@ class Loading:
         if device is not None:
             move_resident(self.model, device.torch_device)
         with ExitStack() as opened:
-            streamed = StreamedWeights(self.memory, self.plan, layers, store, experts)
+            streamed = StreamedWeights(self.memory, self.plan, layers, store, stream)
             opened.callback(streamed.close)
             install_head(self.model, self.shards.head, streamed.head_shard, self.compute)
             if self.compute.deterministic:
@@ -286,7 +282,9 @@ class Loading:
             fused = self._fuse(packed, layers, cache)
             limits = PassLimits(self.plan.tokens_per_pass, self.plan.max_sequences, self.plan.prompt_cut)
             free = (lambda: None) if device is None else device.give_back
-            engine = Engine(packed, Scheduler(limits, cache), Sampler(), free)
+            # On a device few large tiles: each starts as many kernels. The plan has the bytes in any case.
+            sampler = Sampler() if device is None else Sampler(SAMPLER_NBYTES)
+            engine = Engine(packed, Scheduler(limits, cache), sampler, free)
             opened.pop_all()
         ledger = self._ledger(streamed, cache, parking)
         if self.plan.fused_nbytes:
@@ -326,7 +324,7 @@ def load_engine(
     plan: Plan,
     store: Path | None = None,
     device: Device | None = None,
-    experts: ExpertOptions = DEFAULTS,
+    stream: Mode | None = None,
     key_offsets: KeyOffsets | None = None,
 ) -> LoadedEngine:
     """Loads the engine of a plan: weights from `store` if one is given, else all from the source's checkpoint.
@@ -338,7 +336,7 @@ def load_engine(
     if store is None:
         loading = Loading(source, plan, device)
         preparation = _read_checkpoint(loading)
-        loaded = loading.finish(preparation.layers, None, experts, key_offsets)
+        loaded = loading.finish(preparation.layers, None, stream, key_offsets)
         return replace(loaded, loss=preparation.loss.by_group)
     opened = Store.open(store)
     loading = Loading(source, plan, device, str(opened.manifest.recipe["layout"]))
@@ -346,7 +344,7 @@ def load_engine(
     read_resident(opened, loading.model)
     with stage("reading weights", loading.memory.nbytes_kept) as advance:
         fill_from_store(loading.memory, opened, advance)
-    return replace(loading.finish(layers, opened, experts, key_offsets), loss=opened.manifest.extra.get("loss", {}))
+    return replace(loading.finish(layers, opened, stream, key_offsets), loss=opened.manifest.extra.get("loss", {}))
 
 
 def _key_offsets(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch.nn import functional
 
@@ -46,14 +44,6 @@ def load_libraries(device: Device) -> None:
     device.synchronize()
 
 
-@dataclass(frozen=True, slots=True)
-class MachineMemory:
-    """The budgets in bytes on this machine, and the device that computes; `device` is None on a CPU."""
-
-    budget: MemoryBudget
-    device: Device | None = None
-
-
 def limit_pins(device: Device | None, machine: Machine | None) -> None:
     """Limits the memory that is page-locked for `device` to the part of what `machine` allows that leaves a fifth to
     others."""
@@ -67,14 +57,17 @@ def budget_of(device: Device, nbytes: int, gpu: Gpu) -> DeviceBudget:
     return DeviceBudget(nbytes, device.context_nbytes + LIBRARIES_NBYTES, process, gpu)
 
 
-def open_memory(budgets: Budgets, settings: Settings | None = None, shape: ModelShape | None = None) -> MachineMemory:
-    """Looks for a device, unless the budgets forbid it, and tries the kernels that a run of the model would use there.
+def open_memory(
+    budgets: Budgets, settings: Settings | None = None, shape: ModelShape | None = None
+) -> tuple[MemoryBudget, Device | None]:
+    """The budgets in bytes on this machine, and the device that computes; None on a CPU.
 
-    Limits torch's allocator to the budget. Raises SettingError, BadSize.
+    Looks for a device, unless the budgets forbid it, tries the kernels that a run of the model would use there, and
+    limits torch's allocator to the budget. Raises SettingError, BadSize.
     """
     device = find_device() if budgets.wants_device else None
     if device is None:
-        return MachineMemory(budgets.on_cpu())
+        return budgets.on_cpu(), None
     nbytes = budgets.device_nbytes(device.total, device.available)
     # An earlier run of this process may have left a limit.
     device.limit(device.total)
@@ -84,7 +77,7 @@ def open_memory(budgets: Budgets, settings: Settings | None = None, shape: Model
     granted = budget_of(device, nbytes, gpu)
     # The allocator must leave what libraries will take.
     device.limit(max(0, nbytes - granted.context_nbytes))
-    return MachineMemory(MemoryBudget(budgets.host_nbytes(), granted, budgets.disk_nbytes()), device)
+    return MemoryBudget(budgets.host_nbytes(), granted, budgets.disk_nbytes()), device
 
 
 def _needs(device: Device, settings: Settings | None, shape: ModelShape | None) -> KernelNeeds:

@@ -6,7 +6,7 @@ import gc
 import shutil
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, closing, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -31,7 +31,6 @@ from ..settings.settings import Budgets, MemoryBudget, Settings
 from ..settings.stages import Advance, stage
 from ..shape.checkpoint_shape import open_checkpoint, read_tensors
 from ..shape.config import ModelConfig
-from ..shape.model_shape import shape_to_json
 from ..shape.shards import lies_unpacked, model_shards, offered_formats, settled_format, weights_nbytes
 from ..source.model_source import ModelSource, model_fingerprint, recipe
 from ..source.stored_model import FindLinked, carried_files, write_resident
@@ -99,7 +98,7 @@ def prepare(
     """
     disk_budget(target, weights_nbytes(source.shape, quant, dtype), budgets.disk_nbytes())
     written = _copy(target, source, _recipe(quant, dtype, device_type), budgets, repair)
-    _release()
+    release_memory()
     _keep_key_offsets(source, target, quant, dtype, budgets)
     return written
 
@@ -126,7 +125,7 @@ def prepare_linked(source: ModelSource, target: Path, quant: str, dtype: str, bu
         if found.same_making(Manifest.begin(fingerprint, made_of, found.sources)):
             return Written()
     written = _name(target, source, made_of, budgets)
-    _release()
+    release_memory()
     if written is not None:
         _keep_key_offsets(source, target, quant, dtype, budgets)
     return written
@@ -181,13 +180,13 @@ class _Making:
         preparation.run(self.shards, sink, advance)
         write_resident(writer, model, self._source.folder, find)
         loss = dict(preparation.loss.by_group)
-        writer.finish({"shape": shape_to_json(self._source.shape), "name": self._source.name, "loss": loss})
+        writer.finish({"shape": asdict(self._source.shape), "name": self._source.name, "loss": loss})
         return Written(writer.nbytes_written, loss)
 
 
-def _release() -> None:
-    """Returns what packing left free on the heap to the system: the plan of a job that follows has no bytes for it."""
-    # A model is a cycle of modules.
+def release_memory() -> None:
+    """Returns what is free on the heap to the system: the plan of a job that follows has no bytes for it."""
+    # A model, and an engine, is a circle of modules.
     gc.collect()
     return_memory()
     trim()
@@ -222,7 +221,7 @@ def _keep_key_offsets(source: ModelSource, target: Path, quant: str, dtype: str,
             keep(target, measure(loaded.model, fixed_token_ids(source.folder)))
         # Before the next engine is loaded.
         del loaded
-        _release()
+        release_memory()
 
 
 class FinishedStore(NamedTuple):

@@ -22,7 +22,7 @@ from dataclasses import replace
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from platformdirs import user_state_path
@@ -162,7 +162,7 @@ class KernelNeeds(NamedTuple):
     experts: tuple[tuple[int, int], ...] = ((128, 64),)
 
     @classmethod
-    def of_model(cls, shape: ModelShape, dtype: str) -> KernelNeeds:
+    def of_model(cls, shape: ModelShape, dtype: str) -> Self:
         """Those of a model, each once."""
         heads = [
             (each.group.kv_heads, each.queries, each.group.head_dim, each.group.window)

@@ -13,7 +13,7 @@ import inspect
 import sys
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -112,7 +112,7 @@ class Visibility:
 
     window: int | None
 
-    def __getitem__(self, part: Any) -> Visibility:
+    def __getitem__(self, part: Any) -> Self:
         """Some modules take a head's mask for their indexer."""
         return self
 

@@ -234,24 +234,24 @@ class CheckpointLoader:
             raise BadCheckpoint(f"{len(unexpected)} tensors belong to no part of the model, first {unexpected[:3]}")
 
 
+@dataclass(frozen=True, slots=True)
 class _StoredTensor:
     """A tensor that transformers' loader reads by `[...]` when it needs it; `rows` selects from the first dimension."""
 
-    def __init__(self, checkpoint: Checkpoint, name: str, rows: range | None = None) -> None:
-        self._checkpoint = checkpoint
-        self._name = name
-        self._rows = rows
+    checkpoint: Checkpoint
+    name: str
+    rows: range | None = None
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        entry = self._checkpoint.entries[self._name]
+        entry = self.checkpoint.entries[self.name]
         if entry.dtype not in SAFETENSORS_DTYPES:
-            raise BadCheckpoint(f"tensor {self._name} is {entry.dtype}, wanted one of {', '.join(SAFETENSORS_DTYPES)}")
-        rows = self._rows or range(entry.shape[0] if entry.shape else 1)
+            raise BadCheckpoint(f"tensor {self.name} is {entry.dtype}, wanted one of {', '.join(SAFETENSORS_DTYPES)}")
+        rows = self.rows or range(entry.shape[0] if entry.shape else 1)
         shape = (len(rows), *entry.shape[1:]) if entry.shape else ()
         tensor = torch.empty(shape, dtype=SAFETENSORS_DTYPES[entry.dtype])
         if tensor.numel():
             begin = entry.nbytes // max(1, entry.shape[0]) * rows.start if entry.shape else 0
-            self._checkpoint.read_into(self._name, tensor.view(-1).view(torch.uint8).numpy().data, begin)
+            self.checkpoint.read_into(self.name, tensor.view(-1).view(torch.uint8).numpy().data, begin)
         return tensor[index]
 
 
@@ -275,15 +275,15 @@ class _QuantizedTensor:
 _Stored = _StoredTensor | _QuantizedTensor
 
 
+@dataclass(frozen=True, slots=True)
 class _Header:
     """A tensor without bytes, for conversions on the meta device."""
 
-    def __init__(self, entry: TensorEntry) -> None:
-        self._entry = entry
+    entry: TensorEntry
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        dtype = SAFETENSORS_DTYPES.get(self._entry.dtype, torch.uint8)
-        return torch.empty(self._entry.shape, dtype=dtype, device="meta")[index]
+        dtype = SAFETENSORS_DTYPES.get(self.entry.dtype, torch.uint8)
+        return torch.empty(self.entry.shape, dtype=dtype, device="meta")[index]
 
 
 class _Part(NamedTuple):

@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from ...moe.expected_rows import padded_rows, wanted_by
-from ...offload.machine.profile import ATTENTION, LATENTS, TOGETHER
+from ...offload.machine.profile import ATTENTION, HEADS, LATENTS, TOGETHER
 from ...quant.formats.format import CODE_BITS, get_format
 from ..kv.spec import KVSpec
 from ..settings.settings import DeviceBudget
@@ -21,7 +21,7 @@ from ..shape.shards import ModelShards, model_shards
 from .candidate import Candidate, WeightFootprint, fuses, may_fuse
 from .loading_cost import LoadingCost, Prepared, least_loading_s, loading_cost
 from .placement import DEEP_RING_EXPERTS, Placement, Plan, Workload, largest_expert
-from .presets import SHARED_HEADS, TORCH_ATTENTION, sampling_s
+from .presets import SHARED_HEADS, beside_layers_s, head_size, layer_share
 from .rates import INTEGERS, WIDE, Curve, Rates
 
 # Bytes that a layer moves on a device for each number of the hidden states, beside its products: some 25 times.
@@ -120,11 +120,8 @@ class _ModelWork:
         self.attention_width = sum(kind.count * kind.width for kind in self.kinds) / len(shape.layers)
         self.expanding_numel = max((x.numel for kind in self.kinds for x in kind.dense if x.unpacked), default=0)
         shares = [kind.experts.per_token / kind.experts.count for kind in self.kinds if kind.experts]
-        self._rarest = min(shares, default=1.0)
-
-    def least_wanted(self, tokens: float) -> float:
-        """The least probability, over all bytes of weights, that a pass of `tokens` needs the byte."""
-        return wanted_by(tokens, self._rarest)
+        # The least share of the experts of a layer that a token asks for.
+        self.rarest = min(shares, default=1.0)
 
 
 class _PassCosts:
@@ -187,18 +184,27 @@ class _ComputeCosts:
         self._groups = [_GroupReads.of(spec, model.expanding_numel) for spec in specs]
         # Kernels on codes are for bfloat16; others widen, then multiply in their own precision.
         # Formats of which nobody measured rates have those of a format that computes about as fast.
-        names = [formats.quant if formats.dtype == "bf16" else WIDE, *filter(None, [get_format(formats.quant).rates])]
+        names = [formats.quant if formats.dtype == "bf16" else WIDE]
+        alike = formats.quant
+        while alike := get_format(alike).rates:
+            names.append(alike)
         if formats.compute == "int8" and formats.dtype == "bf16":
             # All 4-bit codes are multiplied by integers in the same way.
             names = [INTEGERS.format(f"int{CODE_BITS[get_format(formats.quant).codes]}"), *names]
         self._alone = rates.curve(*names)
         self._together = rates.curve(*chain.from_iterable((TOGETHER.format(each), each) for each in names))
-        attending = ATTENTION.format(formats.kv)
         # On a device torch attends to latents.
-        latent = on_device and any(group.is_latent for group in model.shape.kv_groups)
-        self._attending = rates.curve(*([LATENTS] if latent else []), attending, "none", *names)
+        self._by_torch = on_device and any(group.is_latent for group in model.shape.kv_groups)
+        self._attending = [
+            rates.curve(
+                LATENTS if self._by_torch else HEADS.format(formats.kv, head_size(group.head_dim)),
+                ATTENTION.format(formats.kv),
+                "none",
+                *names,
+            )
+            for group in model.shape.kv_groups
+        ]
         self._expanding = rates.curve("none", *names)
-        self._layer_launches = TORCH_ATTENTION if latent else 1.0
 
     def seconds(self, load: _PassLoad) -> tuple[float, float]:
         """Seconds of the tier that computes, and of the thread that drives it if that is a device."""
@@ -207,7 +213,7 @@ class _ComputeCosts:
         fixed = sum(count * each for count, _, each in layers) + self._overheads.schedule_s * load.sequences
         if not self._on_device:
             return compute + fixed, 0.0
-        return compute, fixed + sampling_s(load.sampled, self._shape.vocab)
+        return compute, fixed + beside_layers_s(load.sampled, self._shape.vocab)
 
     def _layer(self, kind: _LayerKind, load: _PassLoad) -> float:
         tokens = load.tokens
@@ -221,7 +227,8 @@ class _ComputeCosts:
 
     def _fixed(self, kind: _LayerKind, load: _PassLoad) -> float:
         overheads = self._fused_overheads if kind.may_fuse else self._overheads
-        seconds = overheads.layer_s * self._layer_launches + overheads.sequence_s * load.sequences
+        share = layer_share(load.prompts > 0, self._by_torch) if self._on_device else 1.0
+        seconds = overheads.layer_s * share + overheads.sequence_s * load.sequences
         alone = 0.0 if self._launches_together else overheads.expert_s
         return seconds + overheads.token_s * load.tokens + alone * self._union(kind, load.tokens)
 
@@ -236,9 +243,9 @@ class _ComputeCosts:
         return decoding + (self._attention_to(load.prompts, load.chunk, load.prompts_back) if load.prompts else 0.0)
 
     def _attention_to(self, tokens: float, chunk: float, back: float) -> float:
-        rate, seconds = self._attending.at(chunk), 0.0
-        decoding = self._on_device and chunk <= 1
-        for group in self._groups:
+        seconds, decoding = 0.0, self._on_device and chunk <= 1
+        for group, curve in zip(self._groups, self._attending, strict=True):
+            rate = curve.at(chunk)
             attended = min(back, group.window or back)
             # Generated tokens use the absorbed form of latent attention, prompts expand what they look back at.
             width = (group.absorbed_width if chunk <= 1 else 0) or self._width
@@ -273,7 +280,7 @@ class _GroupReads:
     expanding_numel: int
 
     @classmethod
-    def of(cls, spec: KVSpec, expanding_numel: int) -> _GroupReads:
+    def of(cls, spec: KVSpec, expanding_numel: int) -> Self:
         group, token_nbytes = spec.group, spec.record_nbytes / spec.block
         numel = group.kv_heads * (group.head_dim + group.value_dim)
         return cls(len(group.layers), group.window, numel, token_nbytes, group.absorbed_width, expanding_numel)
@@ -331,7 +338,7 @@ class Prediction:
         """Seconds from the start to the last answer."""
         return self.loading_s + self.seconds
 
-    def corrected(self, factor: float, loading: float = 1.0) -> Prediction:
+    def corrected(self, factor: float, loading: float = 1.0) -> Self:
         """The same where generating takes `factor` times as long, and loading `loading` times."""
         return replace(
             self,
@@ -554,7 +561,7 @@ class CostModel:
             work = self._work(weights.quant, weights.dtype, weights.shards)
             costs = _ComputeCosts(work, formats, self.rates, fused=fused, on_device=weights.on_device)
             self._passes[key] = [
-                _Passes(passes, *costs.seconds(load), work.least_wanted(load.tokens))
+                _Passes(passes, *costs.seconds(load), wanted_by(load.tokens, work.rarest))
                 for passes, load in _phases(workload, live, candidate.tokens_per_pass)
             ]
         return self._passes[key]

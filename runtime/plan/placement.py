@@ -184,11 +184,6 @@ class Plan:
         return self.placement.ring_nbytes > 0
 
     @property
-    def fixed_nbytes(self) -> int:
-        """Bytes that are needed before any pass: the process or the device's context, and small parameters."""
-        return self.process_nbytes + self.resident_nbytes
-
-    @property
     def scratch_nbytes(self) -> int:
         """Bytes that a pass computes with."""
         return self.workspace_nbytes + self.activations_nbytes + self.slack_nbytes
@@ -196,10 +191,12 @@ class Plan:
     @property
     def used_nbytes(self) -> int:
         """Bytes of the tier that computes."""
+        # Needed before any pass: the process or the device's context, and small parameters.
+        fixed = self.process_nbytes + self.resident_nbytes
         passes = self.scratch_nbytes + self.kept_nbytes + (0 if self.budget.device else self.encoder_nbytes)
         sequences = self.kv_nbytes + self.states_nbytes
         weights = self.held_nbytes + self.placement.ring_nbytes
-        return self.fixed_nbytes + passes + self.fused_nbytes + sequences + weights
+        return fixed + passes + self.fused_nbytes + sequences + weights
 
     def with_spare(self, nbytes: int) -> Plan:
         """The plan of a CPU with `nbytes` of its budget to spare: passes keep some of them, if there are enough."""

@@ -24,7 +24,7 @@ from ...offload.typed_json import read_as
 from ...quant.kernels.gpu import Lacks
 from ..settings.errors import SettingError
 from ..settings.settings import Settings
-from ..shape.model_shape import ModelShape, shape_to_json
+from ..shape.model_shape import ModelShape
 from .loading_cost import GENERATING, LOADING
 from .memory_ledger import OPTIONS, MemoryLedger
 from .placement import Plan
@@ -32,8 +32,8 @@ from .planner import PlanRequest
 
 RUNS_SCHEMA = "moedge.runs/3"
 MOST_KEPT = 200
-# What a job does beside bare passes (sampling, text, the journal, caches that they empty) is in no profile. First jobs
-# took 1.05 to 1.7 times the time of compute alone, the middle one a quarter more (bench/results/log.md).
+# What a job does beside bare passes (sampling, text, the journal, caches that they empty) is in no profile of a CPU.
+# First jobs took 1.05 to 1.7 times the time of compute alone, the middle one a quarter more (bench/results/log.md).
 BESIDE_PASSES = MappingProxyType({"compute": 1.25})
 
 
@@ -108,7 +108,7 @@ def machine_key(hardware: Hardware) -> str:
 
 
 def shape_key(shape: ModelShape) -> str:
-    return _digest(shape_to_json(shape))
+    return _digest(asdict(shape))
 
 
 def formats_key(quant: str, dtype: str, compute: str, deterministic: bool, on_device: bool) -> str:

@@ -11,28 +11,39 @@ import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 
 from ...offload.budget import GIB
 from ...offload.machine.hardware import GpuInfo, Hardware
-from ...offload.machine.profile import ATTENTION, LATENTS, TOGETHER, FlopRates, Link, Machine, Overheads
+from ...offload.machine.profile import HEADS, LATENTS, TOGETHER, FlopRates, Link, Machine, Overheads
 from ...quant.formats.format import ASSUMED
+from .candidate import SAMPLER_NBYTES
 
 # Four schedulers of a multiprocessor start an instruction of 32 threads each in a clock, in every GPU since Volta.
 ISSUED_A_CLOCK = 128
 # What kernels reached of a data sheet's figures on an H100, the one GPU measured so far (bench/results/gpu.md): of the
-# memory 0.68 to 0.77, which are 0.75 to 0.85 of a copy's 3.0 of 3.35 TB/s; of instructions 0.24 to 0.65, nf4 0.40; of
-# the tensor cores' peak 0.52 to 0.76. Copies over its link reached 0.87; 0.8 is for 4 MiB and less.
+# memory 0.68 to 0.77, which are 0.75 to 0.85 of a copy's 3.0 of 3.35 TB/s; of instructions 0.26 to 0.42 in attention
+# (those of weights are with their formats); of the tensor cores' peak 0.52 to 0.76. Copies over its link reached 0.87;
+# 0.8 is for 4 MiB and less.
 MEMORY_SHARE, ISSUE_SHARE, PEAK_SHARE, LINK_SHARE = 0.7, 0.4, 0.5, 0.8
 
-# Instructions for an element of keys and values, of decoding tokens and of prompts, by the major compute capability (8:
-# the worst of 8.0, 8.9 and 12.0). From `python -m matrix.compiling.instructions 80 89 90 120`, Triton 3.7.1; those for
-# a weight are with its format (`Assumed`).
-_DECODE = {"native": 5.2, "int8": 10.0, "int4": 11.5}
-_PROMPTS = {
-    8: {"native": 11.3, "int8": 19.5, "int4": 34.3},
-    9: {"native": 7.2, "int8": 12.1, "int4": 20.4},
+# Instructions for an element of keys and values, of decoding tokens and of prompts, in heads of 64, 128 and 256, by the
+# major compute capability (0: below 8.0, where nothing multiplies by tensor cores and programs share fewer heads; 8:
+# the worst of 8.0, 8.9 and 12.0). From `python -m matrix.compiling.instructions 75 80 89 90 120`, Triton 3.7.1; those
+# for a weight are with its format (`Assumed`).
+_DECODE = {
+    0: {"native": (131.8, 127.0, 115.4), "int8": (166.8, 218.0, 142.4), "int4": (91.6, 101.6, 93.6)},
+    8: {"native": (5.6, 5.2, 4.0), "int8": (11.8, 10.0, 8.3), "int4": (14.7, 11.5, 8.6)},
+    9: {"native": (5.6, 4.9, 3.9), "int8": (11.4, 9.3, 7.7), "int4": (14.7, 11.5, 8.7)},
 }
+_PROMPTS = {
+    8: {"native": (11.3, 11.3, 11.8), "int8": (34.0, 19.5, 23.7), "int4": (47.8, 34.3, 30.2)},
+    9: {"native": (10.0, 7.2, 9.2), "int8": (18.7, 12.1, 15.4), "int4": (35.8, 20.4, 22.5)},
+}
+_HEADS = (64, 128, 256)
 _TILE_ROWS = (16, 32, 64)
+# Bytes that a row reads and writes for each weight of an expert, of Qwen3-30B-A3B: gate and up, then down.
+_ROW_NBYTES = 2 * ((2048 + 768) / (1536 * 2048) * 2 / 3 + (768 + 2048) / (2048 * 768) / 3)
 # Rows of queries for which prompts decode an element once.
 _PROMPT_ROWS = 64
 # Decode rates are per operation of attention in which this many query heads share a key (calibration/pass_rates.py).
@@ -46,19 +57,20 @@ _LATENT_NBYTES = 14.0
 SLOWER = 1.5
 LAUNCH_S = SLOWER * 2.2e-6 + 5e-6
 CALL_S = 1.2e-6
-# Launches of a layer with streamed experts and prompts (tests/device/host_cost.json), of which some 20 copy; where
-# torch computes attention it takes as many times more.
-LAYER_LAUNCHES, TORCH_ATTENTION = 116, 2.35
+# Launches of a layer with streamed experts, of prompts (some 20 of them copy) and of decoding tokens alone; those where
+# torch computes attention; and of a pass beside its layers (tests/device/host_cost.json).
+LAYER_LAUNCHES, DECODE_LAUNCHES, TORCH_LAUNCHES, TORCH_DECODE_LAUNCHES, PASS_LAUNCHES = 116, 95, 329, 219, 37
 # An expert that torch computes: aten's operations of its two products, of int8 and nf4 (int4's are 24).
 EXPERT_LAUNCHES = 12
 # An expert that streams, in groups of four, as they are when the host is what passes wait for: cache, order, lane 26 us
-# and a quarter of a grouped product's 50 us (`python -m bench.host_cost --lane cuda`, Zen 5); 24 calls, and a quarter
-# of two launches by Triton, three uploads and an allocation.
-ARRIVAL_S = SLOWER * (26e-6 + 50e-6 / 4) + 24 * CALL_S + (2 * 18e-6 + 4 * 5e-6) / 4
-# A sequence in a pass: engine 10 us, tables of pages 15 us (Zen 5).
+# and a quarter of a grouped product's 50 us (`python -m bench.host_cost --lane cuda`, Zen 5); calls, of which five end
+# events (bench/test_host_cost.py); and a quarter of two launches by Triton, three uploads and an allocation.
+ARRIVAL_CALLS = 24
+ARRIVAL_S = SLOWER * (26e-6 + 50e-6 / 4) + ARRIVAL_CALLS * CALL_S + (2 * 18e-6 + 4 * 5e-6) / 4
+# A sequence in a pass: engine and text 10 us, tables of pages 15 us (Zen 5).
 SEQUENCE_S = SLOWER * 25e-6
 # Operations of a tile of the sampler whose rows are drawn from the best k, and the logits of a tile (Sampler).
-SAMPLER_LAUNCHES, SAMPLER_LOGITS = 62, (24 << 20) // 96
+SAMPLER_LAUNCHES, SAMPLER_LOGITS = 62, SAMPLER_NBYTES // 96
 # What nobody can count to more than nothing.
 _NOTHING = 1e-12
 OVERHEADS = Overheads(
@@ -71,13 +83,26 @@ OVERHEADS = Overheads(
 )
 
 
-def sampling_s(rows: float, vocab: int) -> float:
-    """Seconds of the host to draw a token for each of `rows`, tile by tile."""
-    return rows / max(1, SAMPLER_LOGITS // vocab) * SAMPLER_LAUNCHES * LAUNCH_S
+def beside_layers_s(rows: float, vocab: int) -> float:
+    """Seconds of the host beside a pass's layers: what every pass starts, and what draws a token for each of `rows`,
+    tile by tile."""
+    return (PASS_LAUNCHES + rows / max(1, SAMPLER_LOGITS // vocab) * SAMPLER_LAUNCHES) * LAUNCH_S
+
+
+def layer_share(prompts: bool, by_torch: bool) -> float:
+    """Launches of a layer, as a multiple of those that `OVERHEADS` has; `by_torch`: torch computes its attention."""
+    if by_torch:
+        return (TORCH_LAUNCHES if prompts else TORCH_DECODE_LAUNCHES) / LAYER_LAUNCHES
+    return 1.0 if prompts else DECODE_LAUNCHES / LAYER_LAUNCHES
+
+
+def head_size(head_dim: int) -> int:
+    """The size of heads for which a kernel is compiled that computes heads of `head_dim`."""
+    return next((size for size in _HEADS if head_dim <= size), _HEADS[-1])
 
 
 def flop_rates(capability: tuple[int, int], memory_bytes_s: float, issued_s: float, peak: float) -> FlopRates:
-    """FLOP/s of kernels by name and rows, on a GPU whose memory gives `memory_bytes_s`, whose multiprocessors start
+    """FLOP/s of kernels by name and rows, on a GPU whose memory gives `memory_bytes_s`, whose multiprocessors can start
     `issued_s` instructions of a thread in a second, and whose products take `peak` FLOP/s."""
     # Below 8.0 no kernel multiplies with tensor cores. Those of 12.0 have the instructions of 8.0.
     major = 0 if capability < (8, 0) else 9 if capability[0] in (9, 10) else 8
@@ -87,19 +112,23 @@ def flop_rates(capability: tuple[int, int], memory_bytes_s: float, issued_s: flo
     for name, assumed in ASSUMED.items():
         if (counts := assumed.instructions.get(major)) is None:
             continue
-        seconds = {1: max(assumed.weight_nbytes / memory_bytes_s, counts[0] / issued_s)}
-        for rows, count in zip(_TILE_ROWS, counts, strict=True):
-            seconds[rows] = max(seconds[1], count / issued_s, 2 * rows / peak)
-        rates[TOGETHER.format(name)] = {rows: 2 * rows / each for rows, each in seconds.items()}
-    for kind, count in _DECODE.items():
-        decoded = 2 * SHARED_HEADS * issued_s / count
-        prompts = issued_s / _PROMPTS[major][kind] * 2 * _PROMPT_ROWS if major in _PROMPTS else decoded
-        rates[ATTENTION.format(kind)] = {1: decoded, _PROMPT_ROWS: min(peak, prompts)}
-    native = rates.pop(ATTENTION.format("native"))
-    rates |= {ATTENTION.format(name): native for name in ("bf16", "fp16", "fp32")}
-    # Keys of one, values of the other.
-    mixed = [rates[ATTENTION.format(name)] for name in ("int8", "int4")]
-    rates[ATTENTION.format("int8/int4")] = {rows: 2 / sum(1 / each[rows] for each in mixed) for rows in mixed[0]}
+        weight_s, together = 0.0, rates.setdefault(TOGETHER.format(name), {})
+        for rows, count in zip((1, *_TILE_ROWS), (counts[0], *counts), strict=True):
+            read_s = (assumed.weight_nbytes + rows * _ROW_NBYTES) / memory_bytes_s
+            # More rows never take less.
+            weight_s = max(weight_s, read_s, count / (assumed.issue_share * issued_s), 2 * rows / peak)
+            together[rows] = 2 * rows / weight_s
+    elements_s = ISSUE_SHARE * issued_s
+    for kind, index in product(_DECODE[major], range(len(_HEADS))):
+        decoded = 2 * SHARED_HEADS * elements_s / _DECODE[major][kind][index]
+        prompts = elements_s / _PROMPTS[major][kind][index] * 2 * _PROMPT_ROWS if major in _PROMPTS else decoded
+        rates[HEADS.format(kind, _HEADS[index])] = {1: decoded, _PROMPT_ROWS: min(peak, prompts)}
+    for size in _HEADS:
+        native = rates.pop(HEADS.format("native", size))
+        rates |= {HEADS.format(name, size): native for name in ("bf16", "fp16", "fp32")}
+        # Keys of one, values of the other.
+        mixed = [rates[HEADS.format(name, size)] for name in ("int8", "int4")]
+        rates[HEADS.format("int8/int4", size)] = {rows: 2 / sum(1 / each[rows] for each in mixed) for rows in native}
     rates[LATENTS] = {1: 2 * SHARED_HEADS * memory_bytes_s / _LATENT_NBYTES}
     return rates
 
@@ -131,6 +160,9 @@ class Preset:
 
 
 PRESETS: Mapping[str, Preset] = {
+    "GTX 1660 6GB": Preset(6, 192, 10.1, 22, 1.785, "7.5", (3, 16)),
+    "GTX 1660 Super 6GB": Preset(6, 336, 10.1, 22, 1.785, "7.5", (3, 16)),
+    "GTX 1660 Ti 6GB": Preset(6, 288, 10.9, 24, 1.77, "7.5", (3, 16)),
     "RTX 2060 6GB": Preset(6, 336, 25.8, 30, 1.68, "7.5", (3, 16)),
     "RTX 2060 12GB": Preset(12, 336, 28.7, 34, 1.65, "7.5", (3, 16)),
     "RTX 2060 Super 8GB": Preset(8, 448, 28.7, 34, 1.65, "7.5", (3, 16)),
@@ -162,6 +194,7 @@ PRESETS: Mapping[str, Preset] = {
     "RTX 4080 16GB": Preset(16, 717, 97.5, 76, 2.505, "8.9", (4, 16)),
     "RTX 4080 Super 16GB": Preset(16, 736, 104.4, 80, 2.55, "8.9", (4, 16)),
     "RTX 4090 24GB": Preset(24, 1008, 165.2, 128, 2.52, "8.9", (4, 16)),
+    "RTX 4090 D 24GB": Preset(24, 1008, 147.1, 114, 2.52, "8.9", (4, 16)),
     "RTX 5050 8GB": Preset(8, 320, 26.3, 20, 2.57, "12.0", (5, 8)),
     "RTX 5060 8GB": Preset(8, 448, 38.4, 30, 2.497, "12.0", (5, 8)),
     "RTX 5060 Ti 8GB": Preset(8, 448, 47.4, 36, 2.572, "12.0", (5, 8)),
@@ -170,16 +203,38 @@ PRESETS: Mapping[str, Preset] = {
     "RTX 5070 Ti 16GB": Preset(16, 896, 87.9, 70, 2.452, "12.0", (5, 16)),
     "RTX 5080 16GB": Preset(16, 960, 112.6, 84, 2.617, "12.0", (5, 16)),
     "RTX 5090 32GB": Preset(32, 1792, 209.5, 170, 2.407, "12.0", (5, 16)),
+    "T1000 8GB": Preset(8, 160, 5.0, 14, 1.395, "7.5", (3, 16)),
+    "Quadro RTX 4000 8GB": Preset(8, 416, 57.0, 36, 1.545, "7.5", (3, 16)),
+    "Quadro RTX 5000 16GB": Preset(16, 448, 89.2, 48, 1.815, "7.5", (3, 16)),
+    "Quadro RTX 6000 24GB": Preset(24, 672, 130.5, 72, 1.77, "7.5", (3, 16)),
+    "Quadro RTX 8000 48GB": Preset(48, 672, 130.5, 72, 1.77, "7.5", (3, 16)),
+    "RTX A2000 6GB": Preset(6, 288, 31.9, 26, 1.2, "8.6", (4, 16)),
     "RTX A2000 12GB": Preset(12, 288, 31.9, 26, 1.2, "8.6", (4, 16)),
     "RTX A4000 16GB": Preset(16, 448, 76.7, 48, 1.56, "8.6", (4, 16)),
+    "RTX A4500 20GB": Preset(20, 640, 94.6, 56, 1.65, "8.6", (4, 16)),
     "RTX A5000 24GB": Preset(24, 768, 111.1, 64, 1.695, "8.6", (4, 16)),
+    "RTX A5500 24GB": Preset(24, 768, 136.4, 80, 1.665, "8.6", (4, 16)),
     "RTX A6000 48GB": Preset(48, 768, 154.8, 84, 1.8, "8.6", (4, 16)),
+    "RTX 2000 Ada 16GB": Preset(16, 224, 48.0, 22, 2.13, "8.9", (4, 8)),
+    "RTX 4000 SFF Ada 20GB": Preset(20, 280, 76.9, 48, 1.565, "8.9", (4, 16)),
     "RTX 4000 Ada 20GB": Preset(20, 360, 106.9, 48, 2.175, "8.9", (4, 16)),
+    "RTX 4500 Ada 24GB": Preset(24, 432, 158.5, 60, 2.58, "8.9", (4, 16)),
+    "RTX 5000 Ada 32GB": Preset(32, 576, 261.1, 100, 2.55, "8.9", (4, 16)),
+    "RTX 5880 Ada 48GB": Preset(48, 960, 277.1, 110, 2.46, "8.9", (4, 16)),
     "RTX 6000 Ada 48GB": Preset(48, 960, 364.2, 142, 2.505, "8.9", (4, 16)),
+    "RTX PRO 2000 16GB": Preset(16, 288, 67.9, 34, 1.95, "12.0", (5, 8)),
+    "RTX PRO 4000 SFF 24GB": Preset(24, 432, 95.8, 70, 1.337, "12.0", (5, 8)),
+    "RTX PRO 4000 24GB": Preset(24, 672, 187.6, 70, 2.617, "12.0", (5, 16)),
+    "RTX PRO 4500 32GB": Preset(32, 896, 219.7, 82, 2.617, "12.0", (5, 16)),
+    "RTX PRO 5000 48GB": Preset(48, 1344, 294.8, 110, 2.617, "12.0", (5, 16)),
     "T4 16GB": Preset(16, 320, 65.0, 40, 1.59, "7.5", (3, 16)),
     "L4 24GB": Preset(24, 300, 121.0, 58, 2.04, "8.9", (4, 16)),
+    "L20 48GB": Preset(48, 864, 118.7, 92, 2.52, "8.9", (4, 16)),
     "L40S 48GB": Preset(48, 864, 366.4, 142, 2.52, "8.9", (4, 16)),
+    "A2 16GB": Preset(16, 200, 18.1, 10, 1.77, "8.6", (4, 8)),
     "A10 24GB": Preset(24, 600, 125.0, 72, 1.695, "8.6", (4, 16)),
+    "A10G 24GB": Preset(24, 600, 70.0, 80, 1.71, "8.6", (4, 16)),
+    "A30 24GB": Preset(24, 933, 165.2, 56, 1.44, "8.0", (4, 16)),
     "A40 48GB": Preset(48, 696, 149.7, 84, 1.74, "8.6", (4, 16)),
     "A100 40GB": Preset(40, 1555, 312.0, 108, 1.41, "8.0", (4, 16)),
     "H100 80GB": Preset(80, 3350, 989.0, 132, 1.83, "9.0", (5, 16)),
@@ -199,8 +254,8 @@ _PART = {
 def find_preset(text: str) -> tuple[str, Preset]:
     """The name and the figures of the GPU that `text` describes, or of the preset that it means.
 
-    Of a name case, spaces and "NVIDIA GeForce" do not matter, and neither does the memory where only one card has the
-    name. Raises ValueError, naming the nearest, or what a description lacks.
+    Of a name case, spaces, "NVIDIA GeForce" and "Generation" do not matter, and neither does the memory where only one
+    card has the name. Raises ValueError, naming the nearest, or what a description lacks.
     """
     if ":" in text:
         return _described(text)
@@ -238,7 +293,7 @@ def with_preset(name: str, preset: Preset, hardware: Hardware, profile: Machine 
     generation, lanes = preset.pcie
     link = LINK_SHARE * lanes * _LANE_BYTES_S[generation]
     memory, peak = MEMORY_SHARE * preset.bandwidth * 1e9, PEAK_SHARE * preset.tflops * 1e12
-    issued = ISSUE_SHARE * ISSUED_A_CLOCK * preset.processors * preset.ghz * 1e9
+    issued = ISSUED_A_CLOCK * preset.processors * preset.ghz * 1e9
     major, minor = map(int, preset.capability.split("."))
     gpu = GpuInfo(name, preset.gib * GIB, preset.capability, preset.processors)
     return replace(
@@ -253,5 +308,9 @@ def with_preset(name: str, preset: Preset, hardware: Hardware, profile: Machine 
     )
 
 
+# Words of full names that say nothing more of a card.
+_MAKERS = ("nvidia", "geforce", "generation", "blackwell")
+
+
 def _plain(text: str) -> str:
-    return "".join(text.lower().replace("nvidia", "").replace("geforce", "").split())
+    return "".join(word for word in text.lower().split() if word not in _MAKERS)

@@ -15,11 +15,11 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..sampling.grammar import AnswerForm, ForcedCall
+from ..sampling.grammar import AnswerForm, ForcedCall, SchemaError, compile_schema
 from ..sampling.params import SequenceSampling
 from ..settings.errors import BadArgument, InputUnreadable, shown
 from .fields import FREE_PREFIX, MAX_PROMPTS, NamedTool, is_own, read_fields, slip_of, unknown
-from .row import ChatPrompt, Defaults, Endpoint, ErrorCode, InvalidRow, Prompt, Row, row_seed
+from .row import ChatPrompt, Defaults, Endpoint, ErrorCode, InvalidRow, Prompt, Row, parse_object, row_seed
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -371,9 +371,6 @@ def text_or_file(value: str, option: str) -> str:
 
 def read_schema(path: Path) -> str:
     """The JSON schema in a file, checked as a row's would be. Raises InputUnreadable, MissingExtra."""
-    from ..sampling.grammar import SchemaError, compile_schema
-    from .row import parse_object
-
     try:
         schema = json.dumps(parse_object(_read(path, "--schema").encode()), separators=(",", ":"))
         compile_schema(schema)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ...offload.checkpoint.checkpoint import find_inside
 from ..settings.errors import shown
@@ -29,9 +29,9 @@ class ModelDefaults:
     values: Mapping[str, Any] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
 
-    def only(self, names: Collection[str]) -> ModelDefaults:
+    def only(self, names: Collection[str]) -> Self:
         """Without the values that somebody else has set."""
-        return ModelDefaults({name: value for name, value in self.values.items() if name in names}, self.ignored)
+        return replace(self, values={name: value for name, value in self.values.items() if name in names})
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value:g}" for name, value in self.values.items())

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -134,8 +134,8 @@ class SamplerColumns(NamedTuple):
     min_p: Tensor
     uniform: Tensor
 
-    def rows(self, index: Tensor) -> SamplerColumns:
-        return SamplerColumns(*(column[index] for column in self))
+    def rows(self, index: Tensor) -> Self:
+        return type(self)(*(column[index] for column in self))
 
 
 def choose(logits: Tensor, settings: SamplerColumns) -> Tensor:

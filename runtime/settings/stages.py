@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +26,8 @@ class Stage:
 Advance = Callable[[int], None]
 
 
-class Watcher(Protocol):
-    """Shows stages: the context is open while the work is done, and gives what the work calls as it advances."""
-
-    def stage(self, stage: Stage, /) -> AbstractContextManager[Advance]: ...
-
-
+# Shows stages: the context is open while the work is done, and gives what the work calls as it advances.
+Watcher = Callable[[Stage], AbstractContextManager[Advance]]
 _WATCHER: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 
 
@@ -51,7 +46,7 @@ def stage(doing: str, nbytes: int | None = None, announcement: str = "") -> Iter
     """Reports the work of the context to the watcher of this thread."""
     watcher = _WATCHER.get()
     shown: AbstractContextManager[Advance] = (
-        nullcontext(lambda nbytes: None) if watcher is None else watcher.stage(Stage(doing, nbytes, announcement))
+        nullcontext(lambda nbytes: None) if watcher is None else watcher(Stage(doing, nbytes, announcement))
     )
     with shown as advance, watching(None):
         yield advance

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ...offload.checkpoint.checkpoint import read_inside
 from ...offload.checkpoint.header import described, load_object
@@ -57,7 +57,7 @@ class ModelConfig:
         self._check_experts()
 
     @classmethod
-    def read(cls, folder: Path) -> ModelConfig:
+    def read(cls, folder: Path) -> Self:
         path = folder / CONFIG
         if not path.exists():
             hint = "; a GGUF file is given by its own path" if any(folder.glob("*.gguf")) else ""

@@ -8,16 +8,17 @@ Torch-free. The layouts are those that quantized.py reads, which makes a shape o
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 from ...offload.checkpoint.header import TensorEntry
 from ...quant.formats.format import OPTION_DTYPES
-from ..settings.errors import UnsupportedModel
 from .config import ModelConfig, head_dim, kv_heads
 from .model_shape import ModelShape
-from .quantization import WHOLE, Quantization, Scheme
-from .read import LAYER, is_expert, is_matrix, model_shape
+from .quantization import BNB_BLOCK, WHOLE, Quantization, Scheme, num_groups
+from .read import LAYER, is_expert, is_matrix, model_shape, tensors_of
 
 _NBYTES = {"U8": 1, "I8": 1, "F8_E4M3": 1, "F16": 2, "BF16": 2, "F32": 4, "I32": 4}
 # Instead of a dtype: that of the model.
@@ -32,16 +33,11 @@ def quantized_entries(
     """`entries`, which hold floats, with the layers' matrices as the scheme stores them.
 
     Left as they are: routers, which no published checkpoint quantizes, and modules that the config names. MXFP4 stores
-    stacked experts alone so. Raises UnsupportedModel for a scheme whose tensors are not worked out here.
+    stacked experts alone so.
     """
     if quantization.method == "mxfp4":
         return dict(_stacked(entries, transposed_experts))
-    if quantization.method not in _PARTS:
-        raise UnsupportedModel(
-            f"a plan without weights is not made for a checkpoint quantized by {quantization.method}; give the folder "
-            "of the checkpoint, whose headers say what its tensors are"
-        )
-    scheme, parts = quantization.schemes[0], _PARTS[quantization.method]
+    scheme, parts = quantization.schemes[0], _PARTS.get(quantization.method) or partial(_bitsandbytes, quantization)
     found: dict[str, TensorEntry] = {}
     for name, entry in entries.items():
         module = name.removesuffix(".weight")
@@ -75,12 +71,8 @@ def _stacked(entries: Mapping[str, TensorEntry], transposed: bool) -> Iterator[t
         yield f"{name}_scales", _entry(f"{name}_scales", "U8", (count, rows, columns // 32))
 
 
-def _groups(size: int, group: int) -> int:
-    return 1 if group == WHOLE else -(-size // group)
-
-
 def _grid(rows: int, columns: int, scheme: Scheme) -> tuple[int, int]:
-    return _groups(rows, scheme.group[0]), _groups(columns, scheme.group[1])
+    return num_groups(rows, scheme.group[0]), num_groups(columns, scheme.group[1])
 
 
 def _fp8(rows: int, columns: int, scheme: Scheme) -> _Parts:
@@ -94,7 +86,7 @@ def _fbgemm(rows: int, columns: int, scheme: Scheme) -> _Parts:
 
 
 def _gptq(rows: int, columns: int, scheme: Scheme) -> _Parts:
-    groups = _groups(columns, scheme.group[1])
+    groups = num_groups(columns, scheme.group[1])
     return {
         "qweight": ("I32", (columns * scheme.bits // 32, rows)),
         "qzeros": ("I32", (groups, rows * scheme.bits // 32)),
@@ -104,7 +96,7 @@ def _gptq(rows: int, columns: int, scheme: Scheme) -> _Parts:
 
 
 def _awq(rows: int, columns: int, scheme: Scheme) -> _Parts:
-    groups = _groups(columns, scheme.group[1])
+    groups = num_groups(columns, scheme.group[1])
     zeros = ("I32", (groups, rows // 8))
     return {"qweight": ("I32", (columns, rows // 8)), "qzeros": zeros, "scales": ("F16", (groups, rows))}
 
@@ -121,6 +113,35 @@ def _compressed_tensors(rows: int, columns: int, scheme: Scheme) -> _Parts:
     zeros: _Parts = {} if scheme.symmetric else {"weight_zero_point": ("I32", (-(-rows * scheme.bits // 32), grid[1]))}
     words = -(-columns * scheme.bits // 32)
     return {"weight_packed": ("I32", (rows, words)), "weight_scale": (_MODELS, grid), **zeros}
+
+
+# Scales that share one of their own, where bitsandbytes quantizes them.
+_NESTED_BLOCK = 256
+# Bytes of the JSON text that says what a weight is.
+_STATE_NBYTES = 100
+
+
+def _bitsandbytes(quantization: Quantization, rows: int, columns: int, scheme: Scheme) -> _Parts:
+    if scheme.bits == 8:
+        return {"weight": ("I8", (rows, columns)), "SCB": ("F32", (rows,))}
+    blocks = -(-rows * columns // BNB_BLOCK)
+    found = {
+        "weight": ("U8", (rows * columns // 2, 1)),
+        "weight.absmax": ("U8" if quantization.nested else "F32", (blocks,)),
+        "weight.quant_map": ("F32", (16,)),
+        f"weight.quant_state.bitsandbytes__{quantization.levels}": ("U8", (_STATE_NBYTES,)),
+    }
+    if quantization.nested:
+        found["weight.nested_absmax"] = ("F32", (-(-blocks // _NESTED_BLOCK),))
+        found["weight.nested_quant_map"] = ("F32", (256,))
+    return found
+
+
+def _bitsandbytes_state(quantization: Quantization, entries: Mapping[str, TensorEntry], name: str) -> bytes:
+    """The text in a tensor `name`, of a weight that `entries` have in floats: headers do not say its shape."""
+    values: dict[str, object] = {"shape": entries[name.partition(".quant_state.")[0]].shape, "blocksize": BNB_BLOCK}
+    nested = {"nested_blocksize": _NESTED_BLOCK, "nested_offset": 0.0} if quantization.nested else {}
+    return json.dumps({**values, "quant_type": quantization.levels, **nested}).encode()
 
 
 _PARTS: Mapping[str, Callable[[int, int, Scheme], _Parts]] = {
@@ -145,14 +166,17 @@ def shape_of_config(config: ModelConfig, dtype: str | None = None, shapes: _Shap
     UnsupportedModel.
     """
     option = _DTYPES.get(dtype or "", _USUAL_DTYPE)
-    stored = OPTION_DTYPES[option]
+    floats = OPTION_DTYPES[option]
     entries = {
-        name: TensorEntry(name, stored.safetensors, shape, 0, stored.nbytes * math.prod(shape))
+        name: TensorEntry(name, floats.safetensors, shape, 0, floats.nbytes * math.prod(shape))
         for name, shape in (shapes or tensor_shapes(config)).items()
     }
-    if config.quantization is not None:
-        entries = quantized_entries(config.quantization, entries, config.family.transposed_experts)
-    return model_shape(config, entries)
+    if config.quantization is None:
+        return model_shape(config, entries)
+    stored = quantized_entries(config.quantization, entries, config.family.transposed_experts)
+    # Only bitsandbytes keeps in files what headers do not say.
+    read = partial(_bitsandbytes_state, config.quantization, entries) if config.quantization.levels else None
+    return model_shape(config, tensors_of(config, stored, read))
 
 
 def is_worked_out(config: ModelConfig) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from ...offload.typed_json import read_as
@@ -196,11 +196,7 @@ class ModelShape:
         return self.parameters - idle - (self.embedding_numel if self.head else 0)
 
 
-def shape_to_json(shape: ModelShape) -> dict[str, Any]:
-    return asdict(shape)
-
-
 def shape_from_json(values: dict[str, Any]) -> ModelShape:
-    """Raises KeyError, TypeError or ValueError for anything that `shape_to_json` did not write."""
+    """Raises KeyError, TypeError or ValueError for anything that `asdict` did not give."""
     shape: ModelShape = read_as(ModelShape, values)
     return shape

@@ -16,6 +16,8 @@ from ..settings.errors import UnsupportedModel
 KEYS = ("quantization_config", "compression_config")
 # Rows and columns of a group where all of them share a scale.
 WHOLE = 0
+# Weights that share a scale where bitsandbytes chooses.
+BNB_BLOCK = 64
 _MAX_SIZE = 1 << 20
 _MAX_NAMES = 100_000
 _MAX_GROUPS = 64
@@ -31,11 +33,17 @@ class Scheme:
     symmetric: bool = True
 
 
+def num_groups(size: int, group: int) -> int:
+    """How many groups cover so many rows or columns."""
+    return 1 if group == WHOLE else -(-size // group)
+
+
 @dataclass(frozen=True, slots=True)
 class Quantization:
     """`method` is transformers' `quant_method`; `unquantized` names modules that hold floats.
 
     `stored_zero` is what a zero point of 0 in the files means; `ordered` says that columns of a group may lie apart.
+    `levels` are those of bitsandbytes' 4-bit codes; `nested`: their scales are quantized, too.
     """
 
     method: str
@@ -43,6 +51,8 @@ class Quantization:
     unquantized: frozenset[str] = frozenset()
     stored_zero: int = 0
     ordered: bool = False
+    levels: str = ""
+    nested: bool = False
 
 
 def parse_quantization(values: Mapping[str, Any]) -> Quantization | None:
@@ -97,8 +107,13 @@ def _bitsandbytes(config: Mapping[str, Any]) -> Quantization:
     four, eight = config.get("load_in_4bit", False), config.get("load_in_8bit", False)
     if not isinstance(four, bool) or not isinstance(eight, bool) or four == eight:
         raise _refused("load_in_4bit and load_in_8bit", [four, eight], "true for one of them")
-    method = "bitsandbytes_4bit" if four else "bitsandbytes_8bit"
-    return Quantization(method, (), _names(config, "llm_int8_skip_modules"))
+    skipped = _names(config, "llm_int8_skip_modules")
+    if eight:
+        return Quantization("bitsandbytes_8bit", (Scheme("int", 8, (1, WHOLE)),), skipped)
+    levels = _one_of(config, ("bnb_4bit_quant_type",), ("nf4", "fp4"), "fp4")
+    nested = bool(config.get("bnb_4bit_use_double_quant"))
+    scheme = Scheme(levels, 4, (1, BNB_BLOCK))
+    return Quantization("bitsandbytes_4bit", (scheme,), skipped, levels=levels, nested=nested)
 
 
 def _gptq(config: Mapping[str, Any]) -> Quantization:

@@ -15,7 +15,7 @@ from ...offload.checkpoint.header import TensorEntry, described, load_object
 from ...offload.errors import BadCheckpoint
 from ...quant.formats.format import DTYPES, FORMATS
 from ..settings.errors import UnsupportedModel
-from .quantization import WHOLE, Quantization, Scheme
+from .quantization import WHOLE, Quantization, Scheme, num_groups
 
 # The bytes of a small tensor, by its name.
 ReadSmall = Callable[[str], bytes]
@@ -168,10 +168,6 @@ def _check(entry: TensorEntry | None, dtypes: tuple[str, ...], *shapes: tuple[in
         )
 
 
-def _blocks(size: int, group: int) -> int:
-    return 1 if group == WHOLE else -(-size // group)
-
-
 def _whole_groups(entry: TensorEntry, columns: int, group: int) -> int:
     """The groups of a row. Raises BadCheckpoint where the last would be shorter: other sizes have as many scales."""
     if group != WHOLE and columns % group:
@@ -179,7 +175,7 @@ def _whole_groups(entry: TensorEntry, columns: int, group: int) -> int:
             f"{described(entry.name)} has rows of {columns}, and config.json says groups of {group}; wanted a "
             "group_size that divides them, or -1 for one group a row"
         )
-    return _blocks(columns, group)
+    return num_groups(columns, group)
 
 
 def _matrix(entry: TensorEntry, *dims: int) -> tuple[int, ...]:
@@ -234,10 +230,10 @@ def _scaled_bytes(
     fitting = [
         scheme
         for scheme in schemes
-        if _fits_grid(scale, (*stack, _blocks(rows, scheme.group[0]), _blocks(columns, scheme.group[1])))
+        if _fits_grid(scale, (*stack, num_groups(rows, scheme.group[0]), num_groups(columns, scheme.group[1])))
     ]
     if not fitting:
-        wanted = [(_blocks(rows, scheme.group[0]), _blocks(columns, scheme.group[1])) for scheme in schemes]
+        wanted = [(num_groups(rows, scheme.group[0]), num_groups(columns, scheme.group[1])) for scheme in schemes]
         raise BadCheckpoint(
             f"{described(scale.name)} is {scale.dtype} {list(scale.shape)}, and the schemes of config.json want "
             f"{' or '.join(str([*stack, *grid]) for grid in wanted) or 'none'} for a weight {list(entry.shape)}"
@@ -344,7 +340,7 @@ def _gptq(files: _Files, entry: TensorEntry) -> QuantizedWeight | None:
     module = entry.name.removesuffix(".qweight")
     order = files.first(f"{module}.g_idx")
     # AutoGPTQ writes a shorter last group, and says in g_idx which columns those are.
-    groups = _whole_groups(entry, columns, group) if order is None else _blocks(columns, group)
+    groups = _whole_groups(entry, columns, group) if order is None else num_groups(columns, group)
     parts = {
         "codes": entry,
         "scale": files.want(f"{module}.scales", entry.name),
@@ -425,7 +421,7 @@ def _ct_nibbles(files: _Files, entry: TensorEntry, scale: TensorEntry) -> Quanti
     rows, half = _matrix(entry, 2)
     module, columns = entry.name.removesuffix(".weight_packed"), 2 * half
     sizes = {scheme.group[1] for scheme in files.quantization.schemes if (scheme.numbers, scheme.bits) == ("float", 4)}
-    size = next((size for size in sorted(sizes & {16, 32}) if scale.shape == (rows, _blocks(columns, size))), None)
+    size = next((size for size in sorted(sizes & {16, 32}) if scale.shape == (rows, num_groups(columns, size))), None)
     if size is None:
         raise BadCheckpoint(
             f"{described(scale.name)} is {list(scale.shape)} for {described(entry.name)} {list(entry.shape)}, wanted a "
@@ -449,7 +445,7 @@ def _ct_words(files: _Files, entry: TensorEntry, scale: TensorEntry) -> Quantize
         if scheme.numbers != "int" or scheme.symmetric == (zero is not None):
             continue
         columns = _columns(scheme, words, scale, stated)
-        grid = (_blocks(rows, scheme.group[0]), _blocks(columns, scheme.group[1]))
+        grid = (num_groups(rows, scheme.group[0]), num_groups(columns, scheme.group[1]))
         if -(-columns * scheme.bits // 32) == words and _fits_grid(scale, grid) and stated in (None, (rows, columns)):
             break
     else:

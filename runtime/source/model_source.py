@@ -56,38 +56,32 @@ if TYPE_CHECKING:
 class ModelSource:
     """`folder` has config and tokenizer, and the weights too unless there is a `store` or a file `gguf`.
 
-    `quant`, `dtype` and `layout`, the order of codes, are those of a store.
+    `recipe` has `quant`, `dtype` and `layout`, the order of codes, of a store.
     """
 
     name: str
     folder: Path
     shape: ModelShape
     store: Path | None = None
-    quant: str | None = None
-    dtype: str | None = None
     gguf: Path | None = None
-    layout: str | None = None
+    recipe: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def weights(self) -> Path:
         """The folder or the GGUF file that holds the checkpoint."""
         return self.gguf or self.folder
 
-    def packed_nbytes(self, quant: str, dtype: str) -> int:
-        """Bytes of all weights in a format."""
-        return weights_nbytes(self.shape, quant, dtype)
-
     def settle(self, settings: Settings) -> Settings:
         """Settings with what a store has decided already. Raises SettingError where the user wants something else."""
         if self.store is None:
             return settings
-        for option, found, wanted in (("quant", self.quant, settings.quant), ("dtype", self.dtype, settings.dtype)):
-            if wanted not in ("auto", found):
+        for option, wanted in (("quant", settings.quant), ("dtype", settings.dtype)):
+            if wanted not in ("auto", self.recipe[option]):
                 raise SettingError(
-                    f"{self.store} was prepared with --{option} {found}, and --{option} {wanted} was asked for; "
-                    "drop the option, or give the checkpoint"
+                    f"{self.store} was prepared with --{option} {self.recipe[option]}, and --{option} {wanted} was "
+                    "asked for; drop the option, or give the checkpoint"
                 )
-        return replace(settings, quant=str(self.quant), dtype=str(self.dtype))
+        return replace(settings, quant=self.recipe["quant"], dtype=self.recipe["dtype"])
 
 
 def public_name(name: str) -> str:
@@ -116,8 +110,7 @@ def open_source(name: str, tokenizer: bool = True) -> Iterator[ModelSource]:
         with Store.open(folder) as store:
             extract_files(store, Path(small))
             shape = shape_from_json(dict(store.manifest.extra["shape"]))
-        found = _recipe(store)
-        yield ModelSource(name, Path(small), shape, folder, found["quant"], found["dtype"], layout=found["layout"])
+        yield ModelSource(name, Path(small), shape, folder, recipe=_recipe(store))
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ...offload.checkpoint.checkpoint import read_inside
 from ...offload.store.manifest import RESIDENT_FILE, LinkedShard, LinkedTensor
-from ...offload.store.shard_file import TensorSpec
+from ...offload.store.shard_file import TensorSpec, read_shard
 from ...offload.store.store import Store
 from ...offload.store.writer import StoreWriter
 from ...quant.tensor import SAFETENSORS_DTYPES
@@ -53,7 +53,7 @@ def write_resident(
         for name, tensor in tensors.items():
             if name not in linked:
                 file.write(name, 0, _view(tensor))
-        file.link(linked)
+        file.linked.update(linked)
 
 
 def read_resident(store: Store, model: PreTrainedModel) -> None:
@@ -67,7 +67,7 @@ def read_resident(store: Store, model: PreTrainedModel) -> None:
         )
     for name, tensor in stored.items():
         value = torch.empty(tensor.shape, dtype=SAFETENSORS_DTYPES[tensor.dtype])
-        store.read_into(tensor.extent, _view(value), check=True)
+        read_shard(tensor.extent, _view(value))
         path, _, attribute = name.rpartition(".")
         is_parameter = isinstance(wanted[name], nn.Parameter)
         setattr(
@@ -81,7 +81,7 @@ def extract_files(store: Store, folder: Path) -> None:
     for name, tensor in store.resident.items():
         if name.startswith(FILE_PREFIX) and name.removeprefix(FILE_PREFIX) in SMALL_FILES:
             data = bytearray(tensor.extent.nbytes)
-            store.read_into(tensor.extent, memoryview(data), check=True)
+            read_shard(tensor.extent, memoryview(data))
             (folder / name.removeprefix(FILE_PREFIX)).write_bytes(data)
 
 

@@ -171,11 +171,11 @@ class StoreLayerSink:
         """Names what was found, in the layer's file."""
         file = self._file or self._begin(0)
         if isinstance(self._dense, LinkedShard):
-            file.link({"dense": _opaque(self._shards.dense, self._dense)})
+            file.linked["dense"] = _opaque(self._shards.dense, self._dense)
         if self._experts:
             assert self._shards.expert is not None
             shape = (len(self._experts), self._shards.expert.nbytes)
-            file.link({"experts": LinkedTensor("U8", shape, tuple(self._experts))})
+            file.linked["experts"] = LinkedTensor("U8", shape, tuple(self._experts))
 
     def _begin(self, num_experts: int) -> NewShardFile:
         expert = self._shards.expert.nbytes if self._shards.expert else 0

@@ -22,11 +22,11 @@ from safetensors.torch import load_file, save
 from ...moe.expert import ExpertWeights, HeldExperts
 from ...moe.expert_cache import ExpertSlots, Popular, StreamedExperts, StreamingExpertCache
 from ...moe.routing_stats import RoutingStats
-from ...moe.streaming_mode import DEFAULTS, ExpertOptions, ModeChoice, RouterLatency
+from ...moe.streaming_mode import Mode, RouterLatency
 from ...moe.streaming_order import ExpertFetchQueue, ExpertForecast, StreamingOrder
 from ...offload.atomic_file import own_name, write_atomically
 from ...offload.device import Device, HostMemory, Pinned
-from ...offload.store.shard_file import ShardExtent
+from ...offload.store.shard_file import ShardExtent, read_shard
 from ...offload.store.store import Store
 from ...offload.stream.cuda_lane import CudaLane, StagedLane
 from ...offload.stream.reader_lane import DirectFile, HostBytes, ReaderLane, Source, ThreadBuffer, UnalignedFile
@@ -239,7 +239,7 @@ class ModelExperts:
         memory: WeightMemory,
         lanes: Lanes,
         layers: Sequence[LayerAssembly],
-        options: ExpertOptions,
+        stream: Mode | None,
         live: int,
         profile: Profile | None,
     ) -> None:
@@ -250,7 +250,7 @@ class ModelExperts:
         self._memory = memory
         self._lanes = lanes
         self._layers = layers
-        self._options = options
+        self._stream = stream
         counts = {index: layer.shards.num_experts for index, layer in enumerate(layers) if layer.shards.num_experts}
         self.stats = RoutingStats(counts)
         self._profile = profile or {}
@@ -275,13 +275,13 @@ class ModelExperts:
     def counts(self) -> Profile:
         """What earlier jobs counted, and this one: the profile of the next job."""
         found: Profile = {}
-        for layer, stats in self.stats.popularity.layers.items():
+        for layer, stats in self.stats.layers.items():
             found[f"layers.{layer}.chosen"] = torch.from_numpy(stats.chosen.copy())
             found[f"layers.{layer}.tokens"] = torch.tensor([stats.tokens], dtype=torch.float64)
         return found
 
     def _start_from_profile(self) -> None:
-        for layer, stats in self.stats.popularity.layers.items():
+        for layer, stats in self.stats.layers.items():
             tokens = float(self._profile.get(f"layers.{layer}.tokens", 0.0))
             faded = min(1.0, MAX_TOKENS / max(tokens, 1.0))
             stats.chosen[:] = np.asarray(self._profile.get(f"layers.{layer}.chosen", 0.0)) * faded
@@ -295,7 +295,7 @@ class ModelExperts:
 
     def _make_cache(self, stream: ShardStream[torch.Tensor], live: int) -> StreamingExpertCache:
         held = [key for key in self._memory.experts if key in self._memory.held]
-        popularity = self.stats.popularity.layers
+        popularity = self.stats.layers
         sizes = {layer: self._memory.nbytes(ShardKey(layer, 0)) for layer in popularity}
         probabilities = {layer: stats.wanted_by(live) for layer, stats in popularity.items()}
         slots = ExpertSlots(held, self._memory, self._bind, Popular(held, sizes, probabilities))
@@ -303,12 +303,15 @@ class ModelExperts:
         order = StreamingOrder(
             ExpertFetchQueue(stream, self._lanes.shard),
             slots.held,
-            ModeChoice(self.stats, self._options.stream),
             ExpertForecast(self.stats, self._routers()),
             RouterLatency(
-                lambda: stream.seconds_busy, lambda: stream.nbytes_moved, lambda: stream.seconds_waited, largest
+                lambda: stream.lane.seconds_busy,
+                lambda: stream.lane.nbytes_moved,
+                lambda: stream.lane.seconds_waited,
+                largest,
             ),
-            most_ahead=stream.capacity // largest + 1,
+            most_ahead=stream.ring.capacity // largest + 1,
+            forced=self._stream,
         )
         return StreamingExpertCache(self.stats, order, slots)
 
@@ -332,7 +335,7 @@ class StreamedWeights:
         plan: Plan,
         layers: list[LayerAssembly],
         store: Store | None,
-        options: ExpertOptions = DEFAULTS,
+        stream: Mode | None = None,
     ) -> None:
         self.memory = memory
         self._layers = layers
@@ -347,7 +350,7 @@ class StreamedWeights:
                 layer.bind_dense(memory.shard(ShardKey(index)))
         with ExitStack() as opened:
             opened.callback(self._lanes.close)
-            self.experts = ModelExperts(memory, self._lanes, layers, options, plan.max_sequences, self._profile())
+            self.experts = ModelExperts(memory, self._lanes, layers, stream, plan.max_sequences, self._profile())
             opened.pop_all()
 
     @property
@@ -378,7 +381,7 @@ class StreamedWeights:
     @property
     def nbytes_moved(self) -> int:
         """Bytes read and copied so far, including chunks of shards that are not complete yet."""
-        return sum(stream.nbytes_moved for stream in self._lanes.streams)
+        return sum(stream.lane.nbytes_moved for stream in self._lanes.streams)
 
     def fail(self, cause: BaseException) -> None:
         """Makes all waits for bytes raise StreamBroken from `cause`."""
@@ -438,7 +441,7 @@ def fill_from_store(memory: WeightMemory, store: Store, advance: Advance = lambd
             if memory.device is not None:
                 opened.enter_context(lock)
             shard = opened.enter_context(memory.fill(key))
-            store.read_into(extent_of(store, key), shard.numpy().data, check=True)
+            read_shard(extent_of(store, key), shard.numpy().data)
         return memory.nbytes(key)
 
     keys = [key for key in (*memory.held, *memory.staged) if memory.nbytes(key)]

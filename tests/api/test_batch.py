@@ -77,7 +77,7 @@ def test_a_request_has_what_the_arguments_say() -> None:
         3 << 30,
     )
     assert not request.budgets.wants_device
-    assert (request.settings.quant, request.settings.deterministic, str(request.experts.stream)) == (
+    assert (request.settings.quant, request.settings.deterministic, str(request.stream)) == (
         "int4",
         True,
         "all",
@@ -127,7 +127,7 @@ def test_ctrl_c_keeps_what_was_answered(
     def press(session: JobSession) -> str | None:
         # Rows are confirmed by another thread, which a busy disk may hold up beyond the last pass.
         session.journal.sync()
-        if session.committed.ok >= 2:
+        if session.journal.committed.ok >= 2:
             os.kill(os.getpid(), signal.SIGINT)
         return why(session)
 

@@ -103,7 +103,7 @@ ARRIVES: dict[str, tuple[str, Callable[[BatchRequest], object], object]] = {
     "lenient": ("true", lambda r: r.lenient, True),
     "csv-safe": ("true", lambda r: r.csv_safe, True),
     "progress": ('"none"', lambda r: request_view["style"], "none"),
-    "stream": ('"wanted"', lambda r: r.experts.stream, "wanted"),
+    "stream": ('"wanted"', lambda r: r.stream, "wanted"),
     "ray-workers": ("3", lambda r: r.cluster and r.cluster.workers, 3),
     "job-dir": ('"kept"', lambda r: r.output.parent.name, "kept"),
 }

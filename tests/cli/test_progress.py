@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,15 +13,15 @@ from rich.console import Console
 
 from moedge.cli.views.progress import (
     BarProgress,
-    BarStages,
     PlainProgress,
-    PlainStages,
     SmoothedLeft,
+    bar_stage,
     facts,
     left_text,
     plain_line,
+    plain_stage,
 )
-from moedge.runtime.settings.stages import Stage, stage, watching
+from moedge.runtime.settings.stages import Stage, Watcher, stage, watching
 
 GOLDEN = Path(__file__).parent / "golden"
 WIDTHS = (40, 60, 80, 200)
@@ -109,7 +110,8 @@ def test_a_stage_shows_bytes_and_goes_when_it_is_done() -> None:
     lines = []
     for width in WIDTHS:
         wide, stream = console(width)
-        with watching(BarStages(wide)), stage("quantizing weights to int4", 4 * GIB, "about 4 GiB, once") as advance:
+        doing, size = "quantizing weights to int4", 4 * GIB
+        with watching(partial(bar_stage, wide)), stage(doing, size, "about 4 GiB, once") as advance:
             advance(GIB)
         text = stream.getvalue()
         assert text.startswith("about 4 GiB, once\n")
@@ -129,15 +131,15 @@ class Clock:
         return self.now
 
 
-def plain(clock: Callable[[], float]) -> tuple[PlainStages, io.StringIO]:
+def plain(clock: Callable[[], float]) -> tuple[Watcher, io.StringIO]:
     stream = io.StringIO()
-    return PlainStages(Console(file=stream, width=80), clock), stream
+    return partial(plain_stage, Console(file=stream, width=80), now=clock), stream
 
 
 def test_a_log_gets_a_line_every_ten_seconds() -> None:
     clock = Clock()
     stages, stream = plain(clock)
-    with stages.stage(Stage("loading weights", 100 << 20)) as advance:
+    with stages(Stage("loading weights", 100 << 20)) as advance:
         for _ in range(25):
             clock.now += 1
             advance(4 << 20)

@@ -215,8 +215,9 @@ def job(shown: Shown, ctrl_c: CtrlC, monkeypatch: pytest.MonkeyPatch, tmp_path: 
         tmp_path / NAME, machine="box.json", gpu_mem="7GiB", ram="20GiB", disk="40GiB", quant="nf4"
     ).result
     assert result is not None
-    hit = SimpleNamespace(experts=SimpleNamespace(cache=SimpleNamespace(counts=SimpleNamespace(wanted=100, hits=34))))
-    memory = SimpleNamespace(budget=result.request.budget, device=None)
+    counts = SimpleNamespace(wanted=100, hits=34)
+    experts = SimpleNamespace(stats=SimpleNamespace(layers={}), cache=SimpleNamespace(counts=counts))
+    hit = SimpleNamespace(nbytes_moved=0, experts=experts)
     fake_engine.install(lambda: fake_engine.FakeEngine(ctrl_c.before_pass), monkeypatch.setattr)
     load = lifecycle.load_engine
 
@@ -228,7 +229,7 @@ def job(shown: Shown, ctrl_c: CtrlC, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setattr(lifecycle, "load_engine", load_engine)
     monkeypatch.setattr(lifecycle, "plan_job", lambda *_, **__: result)
     monkeypatch.setattr(states, "summarise", lambda model, planned, counts, *_: measured(counts))
-    monkeypatch.setattr(lifecycle, "open_memory", lambda *_: memory)
+    monkeypatch.setattr(lifecycle, "open_memory", lambda *_: (result.request.budget, None))
     monkeypatch.setattr(states, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     monkeypatch.setattr(sessions, "blake2b", lambda *_, **__: SimpleNamespace(hexdigest=lambda: "7f3a91c0"))
     monkeypatch.setattr(job_plan, "find_hardware", lambda folder: RECORDED.hardware)

@@ -129,7 +129,7 @@ def test_the_worst_guesses_cost_bandwidth_only(
     generator = torch.Generator().manual_seed(seed)
 
     def random_guess(self: ExpertForecast, layer: int, hidden: Any, per_token: int, held: Any, most: int) -> list[int]:
-        order = torch.randperm(self.stats.num_experts(layer), generator=generator).tolist()
+        order = torch.randperm(self.stats.layers[layer].num_experts, generator=generator).tolist()
         return [expert for expert in order if expert not in held]
 
     monkeypatch.setattr(ExpertForecast, "guess", random_guess)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from moedge.moe.streaming_mode import ExpertOptions, Mode
+from moedge.moe.streaming_mode import Mode
 from moedge.offload import device as slab
 from moedge.offload import errors as cuda_error
 from moedge.offload.device import HostMemory
@@ -48,7 +48,7 @@ def test_swaps_never_cross_the_border_of_a_registration(
     with fakes.FakeDevice(3, pin_limit=limit) as fake:
         plan = tiny.held(fake.device, 0.5, on_disk=False)
         with modes.restless():
-            ran = tiny.run(plan, fake.device, experts=ExpertOptions(Mode.WANTED))
+            ran = tiny.run(plan, fake.device, stream=Mode.WANTED)
     assert ran.experts.swaps > 0
     assert ran.tokens == tiny.run(tiny.plan(None)).tokens
 
@@ -122,7 +122,8 @@ def test_what_libraries_take_is_counted_before_the_plan(fakes: ModuleType, monke
     """On a card where they take five times as much as the allowance beyond what is seen."""
     with fakes.FakeDevice(larger=20) as fake:
         monkeypatch.setattr(tiers, "find_device", lambda: fake.device)
-        granted = tiers.open_memory(Budgets(gpu_mem="8GiB")).budget.device
+        budget, _ = tiers.open_memory(Budgets(gpu_mem="8GiB"))
+        granted = budget.device
         assert granted is not None
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             x = torch.ones(1, 1, 8, 8, dtype=dtype, device=fake.torch_device)

@@ -19,7 +19,7 @@ import torch
 
 from moedge.moe import expert
 from moedge.moe.expert import ExpertGroups
-from moedge.moe.streaming_mode import ExpertOptions, Mode
+from moedge.moe.streaming_mode import Mode
 from moedge.runtime.plan.planner import Settings
 from moedge.runtime.source.model_source import open_source
 from support.tiny_families import build_tokenizer, tiny_config
@@ -67,7 +67,7 @@ def count(
             assert plan.grouped_experts == (capability == AMPERE)
             assert (plan.held_nbytes < plan.weights_nbytes) == (share < 1)
             with host_cost.HostCost(fake, fakes) as costs:
-                found: Figures = host_cost.passes(case, costs, plan, fake.device, ExpertOptions(mode))
+                found: Figures = host_cost.passes(case, costs, plan, fake.device, mode)
             return found
 
         yield run

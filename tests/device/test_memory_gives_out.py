@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from moedge.moe.streaming_mode import ExpertOptions, Mode
+from moedge.moe.streaming_mode import Mode
 from moedge.runtime.engine import engine as engine_module
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine, load_with_fallback
@@ -24,7 +24,7 @@ from moedge.runtime.plan.planner import PlanRequest
 from moedge.runtime.settings.errors import MemoryGaveOut
 from moedge.runtime.settings.settings import DeviceBudget, MemoryBudget
 
-ALL = ExpertOptions(Mode.ALL)
+ALL = Mode.ALL
 GAVE_OUT = "CUDA out of memory, as told"
 
 
@@ -71,7 +71,7 @@ def run(
     *,
     loading: bool = False,
     refused: Callable[[int], bool] = lambda _: False,
-    experts: ExpertOptions = ALL,
+    stream: Mode = ALL,
 ) -> Ended:
     """Allocations of passes count, or those of `loading`."""
     refusals = Refusals(fake, refused)
@@ -83,7 +83,7 @@ def run(
     def load(lesser: Plan) -> LoadedEngine:
         store = case.store if lesser.streams else None
         with refusals.counted(loading):
-            return load_engine(case.source, lesser, store, fake.device, experts)
+            return load_engine(case.source, lesser, store, fake.device, stream)
 
     with fake, closing(load_with_fallback(load, policy)) as loaded:
         sequences = [Sequence(ids, case.params(index, 0.0)) for index, ids in enumerate(case.prompts)]
@@ -96,10 +96,10 @@ def run(
     return Ended(tokens, policy.applied, policy.plan, refusals.num_counted, refusals.num_refused)
 
 
-PLANS: dict[str, tuple[Callable[[Any, Any], Plan], ExpertOptions]] = {
+PLANS: dict[str, tuple[Callable[[Any, Any], Plan], Mode]] = {
     "staged": (lambda case, device: case.plan(device, 0.0), ALL),
-    "half held, wanted": (lambda case, device: case.plan(device, 0.5), ExpertOptions(Mode.WANTED)),
-    "from disk": (lambda case, device: case.three_tiers(device), ExpertOptions(Mode.FORECAST)),
+    "half held, wanted": (lambda case, device: case.plan(device, 0.5), Mode.WANTED),
+    "from disk": (lambda case, device: case.three_tiers(device), Mode.FORECAST),
 }
 
 
@@ -110,9 +110,9 @@ PLANS: dict[str, tuple[Callable[[Any, Any], Plan], ExpertOptions]] = {
 def test_m6_wherever_a_pass_fails_its_rows_run_again_in_halves(
     name: str, moment: int, case: Any, fakes: ModuleType
 ) -> None:
-    make, experts = PLANS[name]
+    make, stream = PLANS[name]
     tiny, fake = replace(case("qwen3_moe"), lengths=(3, 20, 9), new_tokens=3), fakes.FakeDevice(seed=moment)
-    ended = run(tiny, fake, make(tiny, fake.device), refused=lambda number: number == moment, experts=experts)
+    ended = run(tiny, fake, make(tiny, fake.device), refused=lambda number: number == moment, stream=stream)
     assert ended.refused == 1
     assert ended.tokens == tiny.run(tiny.plan(None)).tokens
     (fallback,) = ended.applied

@@ -1,5 +1,5 @@
 """Before the first row, every kernel that a job launches was launched once, in each variant
-(`runtime/loading/rehearsal.py`, `quant/kernels/product.py`).
+(`runtime/jobs/lifecycle.py`, `quant/kernels/product.py`).
 """
 
 from dataclasses import replace
@@ -12,8 +12,9 @@ import torch
 
 from moedge.quant.kernels.product import Launch
 from moedge.quant.kernels.tuning import TILE_ROWS
+from moedge.runtime.jobs.lifecycle import prompt_tokens, rehearse
 from moedge.runtime.loading.engine_loader import load_engine
-from moedge.runtime.loading.rehearsal import prompt_tokens, rehearse
+from moedge.runtime.plan.candidate import SAMPLER_NBYTES
 from moedge.runtime.plan.placement import Workload
 
 AMPERE = (8, 6)
@@ -60,6 +61,15 @@ def test_experts_products_are_launched_in_all_tiles_at_load(
         launched.clear()
         rehearse(loaded, plan, tiny.job, chain(prompt_tokens([], tiny.source.shape.vocab)))
         assert set() < products(launched) <= at_load
+        loaded.close()
+
+
+def test_the_sampler_of_a_device_has_what_the_plan_sets_aside(case: Any, fakes: ModuleType) -> None:
+    """A tile starts as many kernels however large it is."""
+    tiny = case("mixtral")
+    with fakes.FakeDevice(2) as fake:
+        loaded = load_engine(tiny.source, tiny.plan(fake.device), None, fake.device)
+        assert loaded.engine.sampler.scratch_nbytes == SAMPLER_NBYTES
         loaded.close()
 
 

@@ -12,7 +12,7 @@ from moedge.moe import expert_cache
 from moedge.moe.expert import ExpertBody, OneShotEvent, ResidentExpert, mix_experts
 from moedge.moe.expert_cache import ExpertSlots, Popular, StreamedExperts, StreamingExpertCache
 from moedge.moe.routing_stats import RoutingStats
-from moedge.moe.streaming_mode import Mode, ModeChoice, RouterLatency
+from moedge.moe.streaming_mode import Mode, RouterLatency
 from moedge.moe.streaming_order import ExpertFetchQueue, ExpertForecast, StreamingOrder
 from moedge.offload.stream.stream import ALIGNMENT, ShardKey
 from moedge.quant.matmul.matmul import Matmul, ParallelMatmul, Workspace
@@ -68,16 +68,16 @@ def make_cache(ring: int, mode: Mode, num_held: int) -> tuple[StreamingExpertCac
     stream, lane = open_stream(ring)
     held = [ShardKey(layer, expert) for layer in range(LAYERS) for expert in range(num_held)]
     sizes = dict.fromkeys(counts, ALIGNMENT)
-    probabilities = {layer: one.wanted_by(TOKENS) for layer, one in stats.popularity.layers.items()}
+    probabilities = {layer: one.wanted_by(TOKENS) for layer, one in stats.layers.items()}
     popular = Popular(held, sizes, probabilities)
     slots = ExpertSlots(held, SlotMemory(held), lambda key, view: view, popular)  # type: ignore[arg-type, return-value]
     order = StreamingOrder(
         ExpertFetchQueue(stream, shard),
         slots.held,
-        ModeChoice(stats, mode),
         ExpertForecast(stats, {}),
         RouterLatency(lambda: 1.0, lambda: ALIGNMENT, lambda: 0.0, ALIGNMENT),
         most_ahead=ring + 1,
+        forced=mode,
     )
     return StreamingExpertCache(stats, order, slots), lane
 
@@ -144,12 +144,12 @@ def test_what_happens_once_is_waited_for(times: int) -> None:
     happened, order = OneShotEvent(), []
     waiting = threading.Thread(target=lambda: (happened.wait(), order.append("waited")))
     waiting.start()
-    assert not happened.is_set()
+    assert not happened.has_happened
     order.append("set")
     for _ in range(times):
         happened.set()
     waiting.join(timeout=60)
     assert order == ["set", "waited"]
-    assert happened.is_set()
+    assert happened.has_happened
     # Whoever comes later need not wait.
     happened.wait()

@@ -16,7 +16,7 @@ from moedge.quant.kernels.operands import Gate
 from moedge.quant.matmul import steps
 from moedge.quant.matmul.steps import HeadRows, NormWeight, Routed, Step, Steps
 from moedge.quant.matmul.thread_pool import WorkerPool
-from moedge.quant.matmul.tiled import ExpertMatrices, has_kernel
+from moedge.quant.matmul.tiled import ExpertMatrices, has_kernel, native_product
 from moedge.quant.native import build
 from moedge.quant.scratch import row_nbytes
 from moedge.quant.tensor import PackedTensor, pack
@@ -186,11 +186,11 @@ def test_products_of_many_rows_have_the_bits_of_few(rows: int) -> None:
     """Rows are multiplied in blocks, whose inputs stay in a core's cache."""
     x, matrix = numbers(rows, 96), tiles(numbers(64, 96, seed=1) / 8)
     found, scratch = x.new_empty(rows, 64), torch.empty(rows * row_nbytes(96), dtype=torch.uint8)
-    run([Step(steps.multiply(x, matrix, None, found, scratch))], rows, 3)
+    run([Step(native_product(x, matrix, None, found, scratch))], rows, 3)
     meant = torch.empty_like(found)
     for first in range(0, rows, 50):
         some, out = x[first : first + 50], meant[first : first + 50]
-        run([Step(steps.multiply(some, matrix, None, out, scratch))], len(some), 1)
+        run([Step(native_product(some, matrix, None, out, scratch))], len(some), 1)
     assert torch.equal(found, meant)
 
 
@@ -202,7 +202,7 @@ def test_steps_wait_for_those_before_them() -> None:
     scratch = torch.empty(5 * row_nbytes(128), dtype=torch.uint8)
     chain = Steps(
         [
-            Step(steps.multiply(x, matrix, None, y, scratch))
+            Step(native_product(x, matrix, None, y, scratch))
             for x, matrix, y in zip(buffers, matrices, buffers[1:], strict=False)
         ]
     )

@@ -44,6 +44,16 @@ def test_costs_are_recovered_and_arrivals_kept_apart() -> None:
     assert astuple(solve_overheads(SHAPE, passes)) == pytest.approx(astuple(TRUE), rel=1e-4)
 
 
+def test_a_layer_costs_as_it_starts_kernels() -> None:
+    """On a GPU those that only decode start fewer."""
+    passes = []
+    for kind in KINDS:
+        one, launches = timed(*kind, streamed=False), 0.8 if kind[0] == kind[1] else 1.0
+        fewer = (1 - launches) * len(SHAPE.layers) * TRUE.layer_s
+        passes.append(replace(one, launches=launches, seconds=one.seconds - fewer))
+    assert solve_overheads(SHAPE, passes).layer_s == pytest.approx(TRUE.layer_s, rel=1e-4)
+
+
 def test_what_streaming_costs_does_not_change_what_other_passes_cost() -> None:
     dear = replace(TRUE, arrival_s=1e-2)
     found = solve_overheads(SHAPE, [timed(*kind, streamed, dear) for kind in KINDS for streamed in (False, True)])

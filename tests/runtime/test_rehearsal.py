@@ -1,4 +1,4 @@
-"""The rehearsed pass is the worst one: its tokens reach the experts, and numbers that overflow end it."""
+"""The rehearsed pass (`runtime/jobs/lifecycle.py`) is the worst one: its tokens reach the experts; overflows end it."""
 
 import subprocess
 import sys
@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from moedge.moe.routing_stats import Popularity
+from moedge.moe.routing_stats import RoutingStats
+from moedge.runtime.jobs.lifecycle import prompt_tokens, rehearse
 from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.loading.prepare import prepare
-from moedge.runtime.loading.rehearsal import prompt_tokens, rehearse
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import budget_range, make_plan
 from moedge.runtime.settings.errors import SettingError
@@ -44,10 +44,10 @@ def wanted(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Shares of their experts that layers of passes wanted, largest passes first."""
     shares: list[tuple[int, float]] = []
 
-    def observe(self: Popularity, layer: int, tokens: int, counts: Sequence[int]) -> None:
+    def observe(self: RoutingStats, layer: int, tokens: int, counts: Sequence[int]) -> None:
         shares.append((-tokens, sum(count > 0 for count in counts) / len(counts)))
 
-    monkeypatch.setattr(Popularity, "observe", observe)
+    monkeypatch.setattr(RoutingStats, "count", observe)
     return shares  # type: ignore[return-value]
 
 
@@ -118,7 +118,7 @@ MEASURE = """
 import sys
 from pathlib import Path
 from moedge.runtime.loading.engine_loader import load_engine
-from moedge.runtime.loading.rehearsal import prompt_tokens, rehearse
+from moedge.runtime.jobs.lifecycle import prompt_tokens, rehearse
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan
 from moedge.runtime.settings.settings import MemoryBudget

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moedge.moe.streaming_mode import ExpertOptions, Mode
+from moedge.moe.streaming_mode import Mode
 from moedge.quant.kv.format import KV_FORMATS
 from moedge.quant.matmul.thread_pool import torch_threads
 from moedge.runtime.engine.sequence import Sequence
@@ -128,9 +128,8 @@ class Trial:
             before = os.environ.get("OMP_NUM_THREADS")
             os.environ["OMP_NUM_THREADS"] = str(way.threads)
             try:
-                experts = ExpertOptions(way.mode)
                 plan, store = self._plan(precision, way), self._store(precision, way)
-                with closing(load_engine(self.source, plan, store, experts=experts)) as loaded:
+                with closing(load_engine(self.source, plan, store, stream=way.mode)) as loaded:
                     return _answers(loaded, way)
             finally:
                 del os.environ["OMP_NUM_THREADS"]

@@ -101,8 +101,45 @@ CONFIGS = {
 LATENT_CONFIGS = {"DeepSeek-V2-Lite": DEEPSEEK_V2_LITE, "DeepSeek-V3": DEEPSEEK_V3, "GLM-4.7-Flash": GLM_4_7_FLASH}
 
 
-def known_shape(name: str) -> ModelShape:
-    """As it is worked out from the config, in bfloat16."""
+# What the published config of a quantized model says of its weights.
+_MXFP4 = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+}
+QUANTIZATION: dict[str, dict[str, object]] = {
+    "gpt-oss-20b": _MXFP4,
+    "gpt-oss-120b": _MXFP4,
+    "Qwen3-30B-A3B-FP8": {
+        "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128],
+    },
+    "DeepSeek-V3": {
+        "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128],
+    },
+    "Mixtral-8x7B-AWQ": {
+        "quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True,
+        "modules_to_not_convert": ["gate"],
+    },
+    "Qwen3-30B-A3B-GPTQ-Int4": {
+        "quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False,
+        "modules_to_not_convert": ["gate"],
+    },
+}  # fmt: skip
+
+
+def known_shape(name: str, **changes: object) -> ModelShape:
+    """As it is worked out from the config, in bfloat16; `changes` replace fields of the config."""
     with TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps((CONFIGS | LATENT_CONFIGS)[name]))
+        Path(folder, "config.json").write_text(json.dumps((CONFIGS | LATENT_CONFIGS)[name] | changes))
         return shape_of_config(ModelConfig.read(Path(folder)))
+
+
+def published_shape(name: str) -> ModelShape:
+    """The same with its weights as they are published: quantized, where `QUANTIZATION` says so."""
+    model = next(each for each in sorted(CONFIGS | LATENT_CONFIGS, key=len, reverse=True) if name.startswith(each))
+    quantization = QUANTIZATION.get(name)
+    return known_shape(model, quantization_config=quantization) if quantization else known_shape(model)

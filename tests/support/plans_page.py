@@ -19,7 +19,7 @@ from moedge.runtime.plan.planner import PlanRequest, PlanResult, solve
 from moedge.runtime.plan.rates import rates_of
 from moedge.runtime.settings.errors import DoesNotFit
 from moedge.runtime.settings.settings import Budgets, Settings
-from support.known_shapes import CONFIGS, known_shape
+from support.known_shapes import CONFIGS, published_shape
 
 GIB = 1 << 30
 ROOT = Path(__file__).parents[2]
@@ -43,8 +43,9 @@ LOADING = LoadingRates(1e9, {"none": 4e9, "int8": 3e9, "int4": 1.5e9, "nf4": 2.5
 HEAD = """# Plans
 
 What the planner chooses for well-known models on cards of data sheets, for a job of 10,000 rows with 512 prompt tokens
-and 256 generated tokens each, with `--kv int4`. Every figure here is arithmetic: no card of this page has run moedge.
-A test makes the page again and compares.
+and 256 generated tokens each, with `--kv int4`. gpt-oss has the weights that are published, in MXFP4; the others are
+in bfloat16. Every figure here is arithmetic: no card of this page has run moedge. A test makes the page again and
+compares.
 
 | what | where it is from |
 |---|---|
@@ -56,10 +57,20 @@ A test makes the page again and compares.
 
 A pass takes as long as the busiest of link, GPU (`compute`), host thread (`host`) and disk. Tokens are assumed to be
 drawn from a model's best k (`--temperature` above 0), for which the sampler starts many kernels: greedy jobs wait less
-for `host`. Two jobs of an H100 were recorded: the one that waited for the link is predicted within a tenth; of a pass
-of the other, which waited for the host, a third is explained ([gpu.md](../dev/gpu.md#what-has-run)), so where `host`
-is the bottleneck a job may take several times as long. Of a model with recurrent layers, *KV* counts states too.
+for `host`. Of the kernels that the H100 timed all but four are predicted within 1.5 times
+(`tests/runtime/plan/test_device_costs.py`). Two jobs of it were recorded: the one that waited for the link is predicted
+within a tenth; of a pass of the other, which waited for the host, a third is explained
+([gpu.md](../dev/gpu.md#what-has-run)), so where `host` is the bottleneck a job may take several times as long. Of a
+model with recurrent layers, *KV* counts states too.
 """
+# Other settings than the page's, on one of its cards with the RAM shown.
+OTHER: dict[str, tuple[str, str, Settings]] = {
+    "`--kv int8`": ("Qwen3-30B-A3B", "RTX 4060 8GB", Settings(kv="int8")),
+    "no setting": ("Qwen3-30B-A3B", "RTX 4090 24GB", Settings()),
+    "`--quant nf4 --max-sequences 1`": ("Qwen3-30B-A3B", "RTX 4090 24GB", Settings(quant="nf4", max_sequences=1)),
+    "`--quant nf4 --max-sequences 8`": ("Qwen3-30B-A3B", "RTX 4090 24GB", Settings(quant="nf4", max_sequences=8)),
+    "`--kv bf16`": ("gpt-oss-20b", "RTX 3060 12GB", Settings(kv="bf16")),
+}
 COLUMNS = (
     "GPU, RAM", "weights", "on the GPU", "in RAM", "on disk", "KV", "sequences", "tokens per pass", "tok/s",
     "bottleneck",
@@ -67,13 +78,14 @@ COLUMNS = (
 
 
 def machine(card: str) -> Machine:
+    """With the preset of this name, or the card that is described."""
     hardware = Hardware("any", 8, 64 * GIB, (), "nvme")
     return presets.with_preset(
-        card, presets.PRESETS[card], hardware, Machine(hardware, 4e10, disk=DISK, loading=LOADING)
+        *presets.find_preset(card), hardware, Machine(hardware, 4e10, disk=DISK, loading=LOADING)
     )
 
 
-shape_of = cache(known_shape)
+shape_of = cache(published_shape)
 
 
 @cache
@@ -136,7 +148,7 @@ def kept(found: PlanResult | None) -> dict[str, Any] | None:
 
 
 def page() -> str:
-    return "\n".join([HEAD, *map(section, MODELS)])
+    return "\n".join([HEAD, *map(section, MODELS), other_settings()])
 
 
 def section(name: str) -> str:
@@ -148,6 +160,22 @@ def section(name: str) -> str:
 
 def row(name: str, card: str, ram: int) -> str:
     return _line((f"{card}, {ram} GiB", *_cells(choice(name, card, ram))))
+
+
+def other_settings() -> str:
+    """Of whole passes in milliseconds what each resource takes: they overlap, and the longest is the pass."""
+    columns = ("model", "settings", *COLUMNS[:2], "on the GPU", "sequences", "tok/s", "GPU, ms", "host, ms", "link, ms")
+    rows = []
+    for setting, (name, card, settings) in OTHER.items():
+        found = solve(question(name, card, SHOWN[card], settings))
+        plan, told = found.plan, found.prediction
+        busy = [f"{told.busy_s[each] / told.passes * 1e3:.0f}" for each in ("compute", "host", "link")]
+        held = f"{plan.held_nbytes / plan.weights_nbytes:.0%}"
+        speed = f"{told.generated_tok_s:,.{0 if told.generated_tok_s > 99 else 1}f}"
+        where = f"{card}, {SHOWN[card]} GiB"
+        rows.append(_line((name, setting, where, plan.quant, held, f"{plan.max_sequences:,}", speed, *busy)))
+    text = "What a mean pass keeps each resource busy; a pass takes as long as the busiest."
+    return "\n".join(["## Other settings\n", f"{text}\n", _line(columns), "|" + "---|" * len(columns), *rows]) + "\n"
 
 
 def _cells(found: PlanResult | None) -> tuple[str, ...]:

@@ -241,8 +241,14 @@ FORMATS: dict[str, tuple[Writer, dict[str, Any]]] = {
     "mxfp8": (mxfp8, {**_FP8, "quant_method": "mxfp8", "scale_fmt": "ue8m0"}),
     "fbgemm": (fp8_rows, {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head"]}),
     "bnb int8": (bnb_8bit, {**_BNB, "load_in_8bit": True, "load_in_4bit": False, "_load_in_8bit": True}),
-    "bnb nf4": (bnb_4bit, {**_BNB, "load_in_8bit": False, "load_in_4bit": True}),
-    "bnb fp4 single": (lambda weight: bnb_4bit(weight, "fp4", False), {**_BNB, "load_in_4bit": True}),
+    "bnb nf4": (
+        bnb_4bit,
+        {**_BNB, "load_in_8bit": False, "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
+         "bnb_4bit_use_double_quant": True},
+    ),
+    "bnb fp4 single": (
+        lambda weight: bnb_4bit(weight, "fp4", False), {**_BNB, "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+    ),
     "ct int4 g32": _ct("pack-quantized", num_bits=4, type="int", symmetric=True, strategy="group", group_size=32),
     "ct int4 g64 asym": _ct("pack-quantized", num_bits=4, type="int", symmetric=False, strategy="group", group_size=64),
     "ct int8 g128": _ct("pack-quantized", num_bits=8, type="int", symmetric=True, strategy="group", group_size=128),

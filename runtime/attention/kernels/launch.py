@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from ....quant.kernels.product import Launch, dot_type, padded
+from ....quant.kernels.product import Launch, dot_type
 from .operands import (
     MAX_SPLITS,
     Cut,
@@ -22,6 +22,7 @@ from .operands import (
     decode_cut,
     extend_cut,
     has_dot,
+    padded,
     stride_unit,
 )
 from .paged import attend_pages, merge_splits, store_tokens

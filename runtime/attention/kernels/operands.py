@@ -6,7 +6,7 @@ Tile sizes were chosen by what compiles without spills (docs/dev/kernels.md); on
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -23,7 +23,7 @@ class Heads(NamedTuple):
     head_stride: int
 
     @classmethod
-    def of(cls, x: torch.Tensor) -> Heads:
+    def of(cls, x: torch.Tensor) -> Self:
         unit = stride_unit(x.shape[-1])
         # The stride of an axis of length one is arbitrary.
         token, head, item = (stride if size > 1 else 0 for size, stride in zip(x.shape, x.stride(), strict=True))
@@ -52,7 +52,7 @@ class Side(NamedTuple):
     scale_stride: int
 
     @classmethod
-    def of(cls, codes: torch.Tensor, scales: torch.Tensor | None, zeros: torch.Tensor | None) -> Side:
+    def of(cls, codes: torch.Tensor, scales: torch.Tensor | None, zeros: torch.Tensor | None) -> Self:
         return cls(codes, scales, zeros, codes.stride(0), 0 if scales is None else scales.stride(0))
 
     @property
@@ -186,7 +186,7 @@ def decode_cut(capability: tuple[int, int], head_dim: int, group: int, wide: boo
         return _with_dot((_WIDE if wide else _DECODE)[_size(head_dim)], group)
     rows, keys, warps, stages = _DECODE_NO_DOT[kind][_size(head_dim)]
     heads = min(rows, group)
-    return Cut(_power(heads), heads, keys, warps, stages, dot=False)
+    return Cut(padded(heads), heads, keys, warps, stages, dot=False)
 
 
 def extend_cut(head_dim: int, group: int, wide: bool, mixed: bool) -> Cut:
@@ -201,18 +201,18 @@ def num_splits(programs: int, processors: int, longest: int, keys: int) -> int:
     There are enough programs to fill the GPU twice, none with fewer than four runs of keys.
     """
     wanted = min(2 * processors // programs, longest // (4 * keys), MAX_SPLITS)
-    return _power(max(wanted, 1) + 1) // 2
+    return padded(max(wanted, 1) + 1) // 2
 
 
 def _with_dot(sizes: tuple[int, int, int, int], group: int) -> Cut:
     rows, keys, warps, stages = sizes
-    return Cut(max(rows, _power(group)), group, keys, warps, stages)
+    return Cut(max(rows, padded(group)), group, keys, warps, stages)
 
 
 def _size(head_dim: int) -> int:
-    return max(64, _power(head_dim))
+    return max(64, padded(head_dim))
 
 
-def _power(count: int) -> int:
-    """The smallest power of two that is at least `count`."""
+def padded(count: int) -> int:
+    """`count` rounded up to a power of two, which Triton requires of tile sizes."""
     return 1 << (count - 1).bit_length()

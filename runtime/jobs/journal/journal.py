@@ -11,6 +11,7 @@ import json
 import os
 import re
 import threading
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -30,7 +31,6 @@ from .state import (
     JobState,
     JournalScan,
     Kind,
-    chained,
     decode_done,
     decode_progress,
     encode,
@@ -64,7 +64,10 @@ class Mark:
 
 
 class Committer:
-    """Owns no file: it synchronizes `descriptor` until it is closed. A failed fdatasync is never tried again."""
+    """Owns no file: it synchronizes `descriptor` until it is closed. A failed fdatasync is never tried again.
+
+    `synced` are the counts of records that are synchronized to disk.
+    """
 
     def __init__(self, descriptor: int, synced: Mark) -> None:
         self._descriptor = descriptor
@@ -74,17 +77,12 @@ class Committer:
         self._hurry = threading.Condition(lock)
         self._settled = threading.Condition(lock)
         self._written = synced
-        self._synced = synced
+        self.synced = synced
         self._urgent = False
         self._closed = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, name="committer", daemon=True)
         self._thread.start()
-
-    @property
-    def synced(self) -> Mark:
-        """The counts of records that are synchronized to disk."""
-        return self._synced
 
     def written(self, mark: Mark) -> None:
         """Tells that the file reaches up to `mark`. Raises JournalFailed once the disk has failed."""
@@ -98,7 +96,7 @@ class Committer:
         with self._settled:
             self._urgent = True
             self._hurry.notify()
-            while self._synced != self._written:
+            while self.synced != self._written:
                 self.check()
                 self._settled.wait()
             self.check()
@@ -123,14 +121,14 @@ class Committer:
 
     def _next(self) -> Mark | None:
         with self._work:
-            self._work.wait_for(lambda: self._closed or self._synced != self._written)
+            self._work.wait_for(lambda: self._closed or self.synced != self._written)
             self._hurry.wait_for(lambda: self._closed or self._urgent, LINGER_SECONDS)
             self._urgent = False
             return None if self._closed else self._written
 
     def _settle(self, synced: Mark | None = None, failure: BaseException | None = None) -> None:
         with self._settled:
-            self._synced = synced or self._synced
+            self.synced = synced or self.synced
             self._failure = failure
             self._settled.notify_all()
 
@@ -195,7 +193,7 @@ class RecordFile:
         for payload in payloads:
             lines.append(frame(payload, crc))
             begins.append(end)
-            end, crc = end + len(lines[-1]), chained(payload, crc)
+            end, crc = end + len(lines[-1]), zlib.crc32(payload, crc)
         self._write(b"".join(lines))
         self.end, self.crc = end, crc
         return begins

@@ -135,7 +135,8 @@ def decode_done(payload: bytes, with_line: bool = True) -> Done | None:
     line, choices = "", tuple[CutChoice, ...]()
     if with_line:
         end = match.end() + int(nbytes)
-        line, choices = payload[match.end() : end].decode("ascii"), _decode_choices(payload[end:-1])
+        rest = payload[end + len(_CHOICES) : -1]
+        line, choices = payload[match.end() : end].decode("ascii"), _choices(json.loads(rest) if rest else ())
     return Done(
         int(row),
         failed == b"true",
@@ -149,10 +150,6 @@ def decode_done(payload: bytes, with_line: bool = True) -> Done | None:
         int(cached or 0),
         int(reasoning or 0),
     )
-
-
-def _decode_choices(rest: bytes) -> tuple[CutChoice, ...]:
-    return _choices(json.loads(rest[len(_CHOICES) :]) if rest else ())
 
 
 def decode_progress(payload: bytes) -> tuple[CutChoice, ...]:
@@ -170,14 +167,9 @@ def _outcome(text: bytes) -> Mapping[str, int]:
     return MappingProxyType(json.loads(text))
 
 
-def chained(payload: bytes, previous: int) -> int:
-    """The CRC32 of a record whose predecessor has `previous`."""
-    return zlib.crc32(payload, previous)
-
-
 def frame(payload: bytes, previous: int) -> bytes:
     """The record's line in the file."""
-    return b"%08x %b\n" % (chained(payload, previous), payload)
+    return b"%08x %b\n" % (zlib.crc32(payload, previous), payload)
 
 
 def printed_crc(line: bytes) -> int | None:
@@ -197,18 +189,10 @@ def unframe(line: bytes, previous: int) -> bytes | None:
     if crc is None or not line.endswith(b"\n"):
         return None
     payload = line[HEAD_NBYTES:-1]
-    return payload if chained(payload, previous) == crc else None
+    return payload if zlib.crc32(payload, previous) == crc else None
 
 
 _SYNCED = re.compile(rb'\{"kind":"[a-z]+","synced":(\d+)')
-
-
-@dataclass(frozen=True, slots=True)
-class JournalEntry:
-    """A record's JSON, and where its line begins."""
-
-    offset: int
-    payload: bytes
 
 
 class JournalScan:
@@ -225,14 +209,15 @@ class JournalScan:
         self.nbytes = 0
         self.corrupt = False
 
-    def __iter__(self) -> Iterator[JournalEntry]:
+    def __iter__(self) -> Iterator[tuple[int, bytes]]:
+        """Where each record's line begins, and its JSON."""
         self._file.seek(0)
         while line := self._file.readline():
             payload = unframe(line, self.crc)
             if payload is None:
                 self._judge(line)
                 return
-            yield JournalEntry(self.end, payload)
+            yield self.end, payload
             self.end += len(line)
             self.crc = printed_crc(line) or 0
         self.nbytes = self.end
@@ -378,8 +363,8 @@ def refuse_version(opened: Mapping[str, Any]) -> None:
 def replay(file: BinaryIO) -> tuple[JobState, JournalScan]:
     """The state that a journal's sound records come to. Raises BadJournal, OtherVersion."""
     state, scan = JobState(), JournalScan(file)
-    for entry in scan:
-        state.apply(entry.offset, entry.payload)
+    for offset, payload in scan:
+        state.apply(offset, payload)
     return state, scan
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -43,9 +43,7 @@ class FusedDecoder:
         self._composed: _Composed | None = None
 
     @classmethod
-    def of(
-        cls, layers: Sequence[FusedLayer], compute: ParallelMatmul, backend: AttentionBackend | None
-    ) -> FusedDecoder | None:
+    def of(cls, layers: Sequence[FusedLayer], compute: ParallelMatmul, backend: AttentionBackend | None) -> Self | None:
         """The layers together; None where they differ in size, or where attention is not computed by steps."""
         buffers = layers[0].buffers
         if not isinstance(backend, TorchAttention) or any(layer.buffers is not buffers for layer in layers):

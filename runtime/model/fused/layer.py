@@ -24,7 +24,7 @@ from ....quant.kernels.operands import Gate, recognise
 from ....quant.matmul import steps
 from ....quant.matmul.matmul import ALL_ROWS, ParallelMatmul
 from ....quant.matmul.steps import HeadRows, NormWeight, Routed, Step, Steps
-from ....quant.matmul.tiled import ACTIVATIONS, MOST_ROWS
+from ....quant.matmul.tiled import ACTIVATIONS, MOST_ROWS, native_product
 from ....quant.native.library import NativeExpert
 from ....quant.scratch import fused_row_nbytes, row_nbytes
 from ...attention.protocol import AttentionCall
@@ -276,12 +276,12 @@ class LayerSteps:
         (first, second), (q_norm, k_norm), output = parts.norms, parts.head_norms, parts.linears[3]
         self._first = steps.norm(buffers.total, None, buffers.total, first, buffers.normed)
         products = [
-            steps.multiply(buffers.normed, linear.packed, linear.bias, out.flatten(1), scratch, integer)
+            native_product(buffers.normed, linear.packed, linear.bias, out.flatten(1), scratch, integer)
             for linear, out, scratch in zip(parts.linears[:3], buffers.qkv, buffers.packed, strict=True)
         ]
         queries, keys = HeadRows(buffers.q, q_norm), HeadRows(buffers.k, k_norm)
         self._heads = steps.heads(queries, keys, buffers.v, rotary, block)
-        self._projection = steps.multiply(
+        self._projection = native_product(
             buffers.q.flatten(1), output.packed, output.bias, buffers.projected, buffers.packed[0], integer
         )
         self._second = steps.norm(buffers.total, buffers.projected, buffers.total, second, buffers.normed)
@@ -330,7 +330,7 @@ def _dense_steps(parts: LayerParts, buffers: Buffers, integer: bool) -> list[Ste
     first, second = buffers.inner
     xs, outs = (buffers.normed, buffers.normed, first), (first, second, buffers.outputs)
     up_gate, up, down = (
-        Step(steps.multiply(x, linear.packed, linear.bias, out, scratch, integer))
+        Step(native_product(x, linear.packed, linear.bias, out, scratch, integer))
         for x, linear, out, scratch in zip(xs, parts.linears[4:], outs, buffers.packed, strict=True)
     )
     return [up_gate._replace(waits=False), up, Step(steps.gate(first, second, parts.gate.activation)), down]
@@ -411,7 +411,7 @@ class FusedLayer:
         self.taken += 1
         if self.parts.mixture is not None:
             source = self.parts.mixture.source
-            source.stats.popularity.observe(source.layer, rows, self.routed.counts.tolist())
+            source.stats.count(source.layer, rows, self.routed.counts.tolist())
 
     @property
     def chosen(self) -> Tensor | None:

@@ -91,8 +91,9 @@ class PassStates:
     `num_stepped` the tokens of the latter.
     """
 
+    pool: StatePool
+
     def __init__(self) -> None:
-        self.pool: StatePool | None = None
         self.tiled = self.stepwise = False
         self.num_scans = self.num_steps = self.num_stepped = 0
         self._workers: WorkerPool | None = None
@@ -102,7 +103,6 @@ class PassStates:
 
     def begin(self, batch: Batch, device: torch.device) -> None:
         """The layers that are called now compute this pass."""
-        assert self.pool is not None, "set `pool` before the first pass"
         most = SCAN_CHUNK if self.tiled else SCANNED_TOKENS
         self._pieces = [piece for chunk in batch.chunks for piece in _cut(chunk, self._scanned(chunk), most)]
         # Sequences that step from the end of a prefix on: the step changes their own state.

@@ -72,7 +72,6 @@ def _replaced(states: PassStates, layer: int, chunks: Function, recurrent: Funct
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
         """query and key [1, T, Hk, K], value [1, T, H, V], beta [1, T, H], g like beta or [1, T, H, K] -> value."""
-        assert states.pool is not None
         same = {"output_final_state": True, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
         size = {"chunk_size": SCAN_CHUNK} if states.tiled else {}
 
@@ -158,7 +157,6 @@ def adapt_lightning(module: Any, states: PassStates) -> None:
 
     def forward(hidden_states: torch.Tensor, **others: Any) -> tuple[torch.Tensor, None]:
         """hidden_states [1, T, D] -> ([1, T, D], None)."""
-        assert states.pool is not None
         qkv = module.act_fn(module.qkv_proj(hidden_states)).unflatten(-1, (heads, -1))
         mixed = states.run(states.pool.recurrent(layer), qkv.chunk(3, dim=-1), scan, step)
         mixed = module.norm(mixed.flatten(2).to(hidden_states.dtype))
@@ -209,7 +207,6 @@ def selective_scan(states: PassStates, layer: int, known: Mapping[str, Callable[
         **others: Any,
     ) -> torch.Tensor:
         """x, dt and z [1, C, T], A [C, N], B and C [1, N, T], D and delta_bias [C] -> [1, C, T]."""
-        assert states.pool is not None
 
         def step(rows: Any, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             own_x, own_dt, own_b, own_c, own_z = (row.squeeze(1) for row in rows)
@@ -247,7 +244,6 @@ def chunk_scan(states: PassStates, layer: int, known: Mapping[str, Callable[...,
         **others: Any,
     ) -> torch.Tensor:
         """x [1, T, H, P], dt [1, T, H], A, D and dt_bias [H], B and C [1, T, G, N] -> [1, T, H, P]."""
-        assert states.pool is not None
         # The size only decides how the sum is computed; larger chunks take more memory than these (kv/spec.py).
         size = SCAN_CHUNK if states.tiled else SCAN_TOKENS
 
@@ -372,7 +368,6 @@ def _convolution(states: PassStates, layer: int, known: Mapping[str, Function]) 
     def forward(
         x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: Any = None, **others: Any
     ) -> torch.Tensor:
-        assert states.pool is not None
         kept = weight.shape[-1] - 1
 
         def scan(rows: Any, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -82,11 +82,10 @@ def test_the_line_stands_until_a_worker_runs_and_the_stage_goes_on(ray: FakeRay)
     cluster = RayCluster(workers)
     workers.start({})
 
-    class Watcher:
-        @contextmanager
-        def stage(self, stage: Stage) -> Iterator[Advance]:
-            shown.append(stage)
-            yield lambda nbytes: None
+    @contextmanager
+    def watch(stage: Stage) -> Iterator[Advance]:
+        shown.append(stage)
+        yield lambda nbytes: None
 
     def step() -> None:
         steps.append(len(shown))
@@ -94,7 +93,7 @@ def test_the_line_stands_until_a_worker_runs_and_the_stage_goes_on(ray: FakeRay)
             workers.slots[0].info = INFO
 
     cluster.step = step  # type: ignore[method-assign]
-    with watching(Watcher()):
+    with watching(watch):
         cluster._wait("starting workers", lambda: len(steps) == 5)
     assert [each.doing for each in shown] == ["waiting for a worker", "starting workers"]
     assert "each takes 4 CPUs" in shown[0].announcement

@@ -149,7 +149,7 @@ def test_few_open_files_are_said() -> None:
 
 @pytest.fixture
 def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "free_nbytes", lambda folder: 100 * GIB)
+    monkeypatch.setattr(places, "disk_free", lambda folder: 100 * GIB)
 
 
 def test_downloads_that_were_cut_off_are_named(tmp_path: Path, roomy: None) -> None:
@@ -164,7 +164,7 @@ def test_downloads_that_were_cut_off_are_named(tmp_path: Path, roomy: None) -> N
 def test_little_room_is_to_mend_and_folders_that_cannot_be_written_are_in_the_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(places, "free_nbytes", lambda folder: 5 * GIB)
+    monkeypatch.setattr(places, "disk_free", lambda folder: 5 * GIB)
     assert "moedge models prune" in check_stores(tmp_path).fix
     assert "HF_HOME" in check_hub_cache(tmp_path, False)[0].fix
     monkeypatch.setattr(places, "_writable", lambda folder: False)

@@ -73,7 +73,7 @@ def test_entries_are_found_by_their_documents_in_the_file_that_was(tmp_path: Pat
     assert len(found) == 4
     found.close()
     none = IndexedEntries(tmp_path / "missing")
-    assert (len(none), none.get("a")) == (0, None)
+    assert (len(none), none.sha256("a")) == (0, None)
 
 
 def test_of_two_lines_with_one_name_the_later_one_is_found(tmp_path: Path) -> None:

@@ -134,8 +134,8 @@ def passes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hook:
     monkeypatch.setattr(lifecycle, "plan_job", lambda *_, **__: result)
     monkeypatch.setattr(job_plan, "with_workload", lambda chosen, plan, workload: replace(chosen, plan=plan))
     monkeypatch.setattr(states, "summarise", lambda model, planned, counts, *_: measured(counts))
-    monkeypatch.setattr(states.Running, "expert_hit_rate", 0.34)
-    monkeypatch.setattr(lifecycle, "open_memory", lambda *_: SimpleNamespace(budget=result.request.budget, device=None))
+    monkeypatch.setattr(states.Loaded, "expert_hit_rate", 0.34)
+    monkeypatch.setattr(lifecycle, "open_memory", lambda *_: (result.request.budget, None))
     monkeypatch.setattr(job_plan, "find_hardware", lambda folder: RECORDED.hardware)
     for name, found in {"torch": TORCH, "driver": DRIVER, "gpus": RECORDED.hardware.gpus}.items():
         monkeypatch.setattr(computing, f"find_{name}", lambda found=found: found)

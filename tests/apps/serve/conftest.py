@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from moedge.apps.serve.limits import ServerLimits
-from moedge.apps.serve.server import RunningServer, ServerSettings, open_server
+from moedge.apps.serve.limits import ServerLimits, ServerSettings
+from moedge.apps.serve.server import RunningServer, open_server
 
 ENGINE = {
     "ram": "3GiB", "gpu_mem": 0, "dtype": "fp32", "quant": "none", "kv": "fp32", "deterministic": True,

@@ -14,8 +14,7 @@ import uvicorn
 
 from moedge.apps.serve.errors import ApiError
 from moedge.apps.serve.gate import RequestGate, RequestRates, bounded_protocol
-from moedge.apps.serve.limits import ServerLimits
-from moedge.apps.serve.server import ServerSettings
+from moedge.apps.serve.limits import ServerLimits, ServerSettings
 from moedge.runtime.settings.errors import BadArgument
 
 PATIENT = ServerLimits(upload_nbytes=1 << 20, body_nbytes=1000, requests=3)

@@ -15,8 +15,8 @@ from openai import OpenAI
 
 from moedge.apps.serve.app import Turns
 from moedge.apps.serve.errors import ApiError
-from moedge.apps.serve.limits import ServerLimits
-from moedge.apps.serve.server import ServerSettings, open_server
+from moedge.apps.serve.limits import ServerLimits, ServerSettings
+from moedge.apps.serve.server import open_server
 
 from .conftest import ENGINE
 

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from moedge.apps.serve.app import Service, Turns, make_app
-from moedge.apps.serve.batches import BatchQueue, BatchSettings
+from moedge.apps.serve.batches import BatchQueue
 from moedge.apps.serve.files import FileStore
-from moedge.apps.serve.limits import ServerLimits
+from moedge.apps.serve.limits import ServerLimits, ServerSettings
 from moedge.apps.serve.server import _most_connections
 from moedge.offload.errors import ExitCode, exit_code_of
 from moedge.runtime.settings.errors import OutputRefused
@@ -39,7 +39,7 @@ class Server:
         engine: Any = SimpleNamespace(died=Future(), num_live=0, broken=False, ready=Future())
         self.engine = engine
         self.files = FileStore(folder, limits)
-        self.batches = BatchQueue(folder, self.files, engine, BatchSettings("model"), limits)
+        self.batches = BatchQueue(folder, self.files, engine, ServerSettings("model", limits=limits))
         unused: Any = None
         self.app = make_app(Service("model", 0, unused, engine, unused, self.files, self.batches, limits, Turns(1)))
 
@@ -163,7 +163,7 @@ def test_j6_a_batch_that_runs_out_of_something_is_left_to_be_resumed(
     server.batches.start()
     server.batches.close()
     assert [exit_code_of(each) for each in died] == [ExitCode.GAVE_OUT]
-    again = BatchQueue(tmp_path, server.files, server.engine, BatchSettings("model"), ServerLimits())
+    again = BatchQueue(tmp_path, server.files, server.engine, ServerSettings("model"))
     assert [each["status"] for each in again.list()] == ["validating"]
     assert not again._waiting.empty()
 

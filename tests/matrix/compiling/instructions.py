@@ -3,7 +3,8 @@
     PYTHONPATH=tests python -m matrix.compiling.instructions 89 90
 
 prints, as JSON, instructions of all threads in the hot loop (the longest one) over the elements that it decodes, for
-GPUs of these architectures. `runtime/plan/presets.py` has the figures; needs no GPU.
+GPUs of these architectures; of attention for heads of each of `HEADS`. `runtime/plan/presets.py` has the figures;
+needs no GPU.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from moedge.quant.tensor import PackedTensor, torch_dtype
 from moedge.runtime.attention.kernels.operands import has_dot
 from support.kernels import paged_cases
 
-# Gate and up of an expert of Qwen3-30B-A3B, and its heads.
-WEIGHT, HEAD, GROUP, KV_HEADS = (1536, 2048), 128, 8, 4
+# Gate and up of an expert of Qwen3-30B-A3B, and its heads; kernels have sizes of their own for each size of heads.
+WEIGHT, GROUP, KV_HEADS = (1536, 2048), 8, 4
+HEADS = (64, 128, 256)
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?);")
 _BACK = re.compile(r"\bBRA\b[^;]*?0x([0-9a-f]+)")
 
@@ -61,13 +63,15 @@ def weights(name: str, rows: int) -> float:
     return per_element(launch, 2 * sizes.outputs * sizes.depth)
 
 
-def attention(kernel: str, kv: str, length: tuple[int, int]) -> float:
+def attention(kernel: str, kv: str, head: int, length: tuple[int, int]) -> float:
     """Of attention over a cache in a format; `length` is (past, count) of each sequence."""
     case = paged_cases.Case(
-        kv, kv, HEAD, GROUP, 32, KV_HEADS, (length,) * 2, dtype=torch.bfloat16, native=torch.bfloat16
+        kv, kv, head, GROUP, 32, KV_HEADS, (length,) * 2, dtype=torch.bfloat16, native=torch.bfloat16
     )
     cut = paged_cases.cut_of(kernel, case)
-    return per_element(paged_cases.Cache.make(case).launches(kernel)[0], 2 * cut.keys * HEAD)
+    # Where a program computes fewer heads than share a key, several decode the same element.
+    times = -(-GROUP // cut.heads)
+    return round(times * per_element(paged_cases.Cache.make(case).launches(kernel)[0], 2 * cut.keys * head), 1)
 
 
 def counts(arch: int) -> dict[str, Any]:
@@ -77,9 +81,10 @@ def counts(arch: int) -> dict[str, Any]:
     for name in ("none", "int8", "nf4", "mxfp4") if dots else ():
         found["weights"][name] = {rows: weights(name, rows) for rows in TILE_ROWS}
     for kv in ("native", "int8", "int4"):
-        found["decode"][kv] = attention("decode" if dots else "decode without dot", kv, (63, 1))
+        decode = "decode" if dots else "decode without dot"
+        found["decode"][kv] = [attention(decode, kv, head, (63, 1)) for head in HEADS]
         if dots:
-            found["prompts"][kv] = attention("extend", kv, (64, 64))
+            found["prompts"][kv] = [attention("extend", kv, head, (64, 64)) for head in HEADS]
     return found
 
 

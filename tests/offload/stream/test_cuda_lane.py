@@ -94,5 +94,5 @@ def test_a_gpu_gets_the_bytes_of_every_shard() -> None:
         arrival.view.fill_(0)
     stream.close()
     assert wrong.item() == 0
-    assert stream.nbytes_moved >= 50 * sum(sizes)
+    assert stream.lane.nbytes_moved >= 50 * sum(sizes)
     pinned.close()

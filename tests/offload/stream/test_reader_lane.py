@@ -109,8 +109,8 @@ def test_a_file_streams_pass_after_pass(tmp_path: Path) -> None:
     check(stream, 10 * len(SIZES))
     stream.close()
     assert stream.nbytes_arrived == 10 * sum(SIZES)
-    assert stream.nbytes_moved >= stream.nbytes_arrived
-    assert stream.seconds_waited >= 0
+    assert stream.lane.nbytes_moved >= stream.nbytes_arrived
+    assert stream.lane.seconds_waited >= 0
 
 
 @pytest.mark.usefixtures("_switching")

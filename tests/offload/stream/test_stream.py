@@ -64,7 +64,7 @@ def test_shards_come_in_turn_pass_after_pass_with_their_bytes() -> None:
         assert bytes(arrival.view) == SOURCE[arrival.shard.offset : arrival.shard.offset + arrival.shard.nbytes]
     assert stream.num_arrived == 40
     assert stream.nbytes_arrived == 10 * sum(shard.nbytes for shard in shards(2, 3, 1, 4))
-    assert stream.nbytes_moved >= stream.nbytes_arrived
+    assert stream.lane.nbytes_moved >= stream.nbytes_arrived
 
 
 def test_it_runs_ahead_by_bytes_and_into_the_next_pass() -> None:

@@ -1,6 +1,5 @@
-"""The watchdog tells slow from stuck, stops a stuck run once, says where it stood, and leaves a working one alone."""
+"""The watchdog tells slow from stuck, stops a stuck run once, and leaves a working one alone."""
 
-import faulthandler
 import mmap
 import threading
 
@@ -8,7 +7,7 @@ import pytest
 
 from moedge.offload.stream.reader_lane import ReaderLane
 from moedge.offload.stream.stream import ALIGNMENT, Ring, Shard, ShardStream, StreamBroken
-from moedge.offload.stream.watchdog import Pace, Watchdog
+from moedge.offload.stream.watchdog import Watchdog
 
 
 class Run:
@@ -21,9 +20,10 @@ class Run:
             lambda: self.work, lambda: self.nbytes, self.stopped.append, limit_seconds=100, clock=lambda: self.now
         )
 
-    def after(self, seconds: float) -> Pace:
+    def after(self, seconds: float) -> bool:
         self.now += seconds
-        return self.watchdog.check()
+        self.watchdog.check()
+        return self.watchdog.stuck
 
 
 def test_a_run_that_works_or_waits_for_a_slow_disk_is_left_alone() -> None:
@@ -31,23 +31,22 @@ def test_a_run_that_works_or_waits_for_a_slow_disk_is_left_alone() -> None:
     run.watchdog.check()
     for _ in range(20):
         run.work += 1
-        assert run.after(99) is Pace.WORKING
+        assert not run.after(99)
     for _ in range(20):
         run.nbytes += 1
-        assert run.after(99) is Pace.SLOW
-    assert run.after(99) is Pace.SLOW
+        assert not run.after(99)
+    assert not run.after(99)
     assert run.stopped == []
 
 
-def test_a_stuck_run_is_stopped_once_with_all_stacks(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_stuck_run_is_stopped_once() -> None:
     run = Run()
     run.watchdog.check()
-    assert run.after(99.9) is Pace.WORKING
-    assert run.after(0.2) is Pace.STUCK
-    assert run.after(1000) is Pace.STUCK
+    assert not run.after(99.9)
+    assert run.after(0.2)
+    assert run.after(1000)
     assert len(run.stopped) == 1
     assert "no byte moved for 100 s" in run.stopped[0]
-    assert "test_a_stuck_run_is_stopped_once" in capfd.readouterr().err
 
 
 def test_time_before_it_is_entered_does_not_count() -> None:
@@ -55,14 +54,13 @@ def test_time_before_it_is_entered_does_not_count() -> None:
     run.watchdog.check()
     run.now += 1000
     with run.watchdog:
-        assert run.after(50) is Pace.WORKING
+        assert not run.after(50)
     assert run.stopped == []
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_forced_stall_ends_as_a_broken_stream(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forced_stall_ends_as_a_broken_stream(seed: int) -> None:
     """A disk that answers `seed` reads and then no more."""
-    monkeypatch.setattr(faulthandler, "dump_traceback", lambda file, all_threads: None)
     gate = threading.Event()
 
     class Disk:
@@ -86,7 +84,7 @@ def test_a_forced_stall_ends_as_a_broken_stream(seed: int, monkeypatch: pytest.M
     with watchdog, pytest.raises(StreamBroken, match="nothing was computed"):
         for _ in stream.cycle(1000):
             pass
-    assert watchdog.pace is Pace.STUCK
+    assert watchdog.stuck
     assert stream.num_arrived <= seed
     gate.set()
     stream.close()

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from moedge.cli.views.bench_view import print_bench
-from moedge.moe.streaming_mode import DEFAULTS
 from moedge.runtime.evaluation.speed import Load, bench
 from moedge.runtime.jobs import job_plan
 from moedge.runtime.settings.errors import SettingError
@@ -20,7 +19,7 @@ BUDGETS = Budgets(ram="3GiB", gpu_mem="0")
 
 
 def measure(model: Path, load: Load, **settings: Any) -> dict[str, Any]:
-    return bench(str(model), Settings(**settings), BUDGETS, DEFAULTS, load)
+    return bench(str(model), Settings(**settings), BUDGETS, None, load)
 
 
 @pytest.fixture

@@ -27,7 +27,8 @@ from hypothesis import strategies as st
 from packaging.requirements import Requirement
 
 from moedge.offload.atomic_file import AtomicFile
-from moedge.runtime.jobs.folder import JobFolder, json_lines
+from moedge.runtime.jobs.folder import JobFolder
+from moedge.runtime.jobs.session import json_lines
 from moedge.runtime.rows.answer_formats import Answers, Completion
 from moedge.runtime.rows.reader import read_rows
 from moedge.runtime.rows.row import Defaults, RowFailure
@@ -233,7 +234,8 @@ def test_a_zstd_bomb_takes_no_memory(tmp_path: Path, kind: str) -> None:
     assert path.stat().st_size < 100_000
     code = (
         "import resource, sys; from pathlib import Path\n"
-        "from moedge.runtime.jobs.folder import JobFolder, json_lines\n"
+        "from moedge.runtime.jobs.folder import JobFolder\n"
+        "from moedge.runtime.jobs.session import json_lines\n"
         "from moedge.runtime.rows.tables import InputFormat\n"
         "from moedge.runtime.rows.preflight import preflight\n"
         "from moedge.runtime.rows.row import Defaults\n"

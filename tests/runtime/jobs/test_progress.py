@@ -148,10 +148,10 @@ def test_every_token_is_recorded_once(
         run(request_to("out.jsonl"), 7)
     unfinished, found = read_state(tmp_path / "out.job" / "journal").unfinished, Counter[int]()
     with (tmp_path / "out.job" / "journal").open("rb") as file:
-        for entry in JournalScan(file):
-            if entry.payload.startswith(b'{"kind":"progress"'):
-                row = json.loads(entry.payload)["row"]
-                found[row] += sum(len(choice.token_ids) for choice in decode_progress(entry.payload))
+        for _, payload in JournalScan(file):
+            if payload.startswith(b'{"kind":"progress"'):
+                row = json.loads(payload)["row"]
+                found[row] += sum(len(choice.token_ids) for choice in decode_progress(payload))
     assert {row: each.tokens for row, each in unfinished.items()} == {row: found[row] for row in unfinished}
     # Three times seven passes, each with a token of every choice that ran.
     assert found == {row: 3 * 7 * (1 + row % 3) for row in found}

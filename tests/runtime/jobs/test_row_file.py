@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedge.runtime.jobs.folder import JobFolder, regular_input, seekable
+from moedge.runtime.jobs.folder import JobFolder
+from moedge.runtime.jobs.job import seekable
+from moedge.runtime.jobs.session import regular_input
 from moedge.runtime.rows.reader import RowFile, RowIndex, rows_from
 from moedge.runtime.rows.row import Defaults, Row, RowFailure
 from moedge.runtime.settings.errors import InputChanged, InputRefused, InputUnreadable
@@ -26,7 +28,7 @@ LINES = st.sampled_from([
 Rows = list[Row | RowFailure]
 
 
-def read_at_places(path: Path, folder: JobFolder) -> tuple[RowFile, RowIndex, Rows]:
+def read_at_places(path: Path, folder: Path) -> tuple[RowFile, RowIndex, Rows]:
     """The file as a job reads it a second time, where its rows are, and what they were the first time."""
     places = RowIndex()
     with path.open("rb") as file:
@@ -47,7 +49,7 @@ def test_every_row_is_read_at_its_place(
         path, folder = Path(name) / "in.jsonl", JobFolder(Path(name) / "out.job")
         folder.make()
         path.write_bytes(pack(mark + end.join(lines)))
-        file, places, wanted = read_at_places(path, folder)
+        file, places, wanted = read_at_places(path, folder.path)
     assert len(places) == len(wanted)
     for row in reversed(wanted):
         if isinstance(row, Row):
@@ -58,7 +60,7 @@ def test_every_row_is_read_at_its_place(
 def test_equal_lines_have_equal_digests(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(b'{"prompt":"a"}\n{"prompt":"a"}\n{"prompt":"b"}\n')
-    _, places, _ = read_at_places(path, JobFolder(tmp_path))
+    _, places, _ = read_at_places(path, tmp_path)
     assert places.digest(0) == places.digest(1) != places.digest(2)
 
 
@@ -69,7 +71,7 @@ def test_a_line_that_is_not_what_it_was_when_the_file_was_first_read_is_not_used
     with path.open("rb") as file:
         assert len(list(rows_from(file, Defaults(), index=places))) == 2
     path.write_bytes(change.replace(b"a", b'{"prompt":"a"}').replace(b"b", b'{"prompt":"b"}'))
-    with seekable(path, JobFolder(tmp_path)) as again:
+    with seekable(path, tmp_path) as again:
         rows = RowFile(again, places, Defaults())
         assert not change.startswith(b"a") or rows.row(0).line == 1
         with pytest.raises(InputChanged, match="line 2 of the input was changed"):
@@ -81,7 +83,7 @@ def test_gzip_is_unpacked_into_a_file_without_a_name(tmp_path: Path) -> None:
     folder.make()
     path = tmp_path / "in.jsonl.gz"
     path.write_bytes(gzip.compress(b'\xef\xbb\xbf{"prompt":"a"}\n{"prompt":"b"}\n'))
-    rows, _, _ = read_at_places(path, folder)
+    rows, _, _ = read_at_places(path, folder.path)
     assert [rows.row(row).prompts[0].text for row in (1, 0)] == ["b", "a"]
     assert list(folder.path.iterdir()) == []
 

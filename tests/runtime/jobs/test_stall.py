@@ -53,7 +53,7 @@ def test_a_pass_that_no_exception_reaches_ends_with_the_process(
         ended.append(code)
         released.set()
 
-    guard = StallGuard(lambda: 0, None, tmp_path / "stacks", 0.05, end_process)
+    guard = StallGuard(lambda: 0, Weights(), tmp_path / "stacks", 0.05, end_process)
     with pytest.raises(Stalled), guard:
         released.wait()
     assert ended == [ExitCode.STOPPED]
@@ -68,7 +68,7 @@ def test_a_broken_stream_keeps_its_cause_with_the_stacks(tmp_path: Path) -> None
 
     with (
         pytest.raises(StreamBroken, match="layer 3"),
-        StallGuard(lambda: 0, None, tmp_path / "stacks") as guard,
+        StallGuard(lambda: 0, Weights(), tmp_path / "stacks") as guard,
     ):
         for _ in guard.watched(passes()):
             pass
@@ -86,6 +86,6 @@ def test_a_run_that_works_is_left_alone(tmp_path: Path) -> None:
             yield
 
     (tmp_path / "stacks").write_text("of an earlier run")
-    with StallGuard(lambda: work[0], None, tmp_path / "stacks", 0.1) as guard:
+    with StallGuard(lambda: work[0], Weights(), tmp_path / "stacks", 0.1) as guard:
         assert sum(1 for _ in guard.watched(passes())) == 60
     assert not (tmp_path / "stacks").exists()

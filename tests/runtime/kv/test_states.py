@@ -1,5 +1,7 @@
 """The pool of recurrent states: its bytes are those of the plan, and a table has a slot as long as it has blocks."""
 
+from dataclasses import asdict
+
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ from moedge.runtime.plan.memory_ledger import KV_CACHE, STATES, MemoryLedger
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan
 from moedge.runtime.settings.settings import MemoryBudget, Settings
-from moedge.runtime.shape.model_shape import KVGroup, StateGroup, shape_from_json, shape_to_json
+from moedge.runtime.shape.model_shape import KVGroup, StateGroup, shape_from_json
 from support.known_shapes import known_shape
 
 GIB = 1 << 30
@@ -48,7 +50,7 @@ def test_a_published_model_s_bytes() -> None:
     assert StateSpec(shape.state_groups, "bf16").nbytes == 36 * (8192 * 3 * 2 + 32 * 128 * 128 * 4)
     (group,) = shape.kv_groups
     assert len(group.layers) == 12
-    assert shape_from_json(shape_to_json(shape)) == shape
+    assert shape_from_json(asdict(shape)) == shape
 
 
 def test_sequences_are_weighed_by_their_states() -> None:

@@ -55,7 +55,6 @@ def random(*shape: int, seed: int) -> torch.Tensor:
 
 def delta(states: PassStates) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Outputs and states of gated delta nets after the pass, and those of transformers' recurrent code."""
-    assert states.pool is not None
     count, known = len(SLOTS), vars(delta_module)
     q, k, v = random(1, count, 2, 16, seed=1), random(1, count, 2, 16, seed=2), random(1, count, 4, 24, seed=4)
     g, beta = -random(1, count, 4, seed=5).abs(), random(1, count, 4, seed=6).sigmoid()
@@ -71,7 +70,6 @@ def delta(states: PassStates) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor,
 
 def mamba2(states: PassStates) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The same of Mamba-2."""
-    assert states.pool is not None
     count, known = len(SLOTS), vars(mamba2_module)
     x, dt, b, c = random(1, count, 4, 8, seed=1), random(1, count, 4, seed=2), *random(2, 1, count, 2, 16, seed=4)
     a, d, bias = -random(4, seed=5).abs(), random(4, seed=6), random(4, seed=7)
@@ -117,7 +115,6 @@ def test_bits_do_not_depend_on_threads(kind: str, monkeypatch: pytest.MonkeyPatc
 
 def test_states_of_other_sequences_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     states = states_of((4, 16, 24), "threads, in place", monkeypatch)
-    assert states.pool is not None
     before = states.pool.recurrent(LAYER).codes.clone()
     delta(states)
     changed = (states.pool.recurrent(LAYER).codes != before).flatten(1).any(1).nonzero().flatten().tolist()

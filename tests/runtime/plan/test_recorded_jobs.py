@@ -14,6 +14,7 @@ from moedge.runtime.plan import cost_model
 from moedge.runtime.plan.cost_model import CostModel
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import PlanRequest, solve
+from moedge.runtime.plan.presets import beside_layers_s
 from moedge.runtime.plan.rates import rates_of
 from moedge.runtime.settings.settings import Budgets, Settings
 from moedge.runtime.shape.config import ModelConfig
@@ -35,8 +36,8 @@ def passed(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[
     shape, profile = shape_of_config(ModelConfig.read(tmp_path)), machine(RECORDED["card"])
     costs = Overheads(**RECORDED["costs of that version, in seconds"])
     rates = replace(rates_of(profile, on_device=True), overheads=costs)
-    # Greedy: one kernel for all rows.
-    monkeypatch.setattr(cost_model, "sampling_s", lambda rows, vocab: 0.0)
+    # Greedy: one kernel for all rows, which is among those of every pass.
+    monkeypatch.setattr(cost_model, "beside_layers_s", lambda rows, vocab: beside_layers_s(0, vocab))
     budget = Budgets(ram="91GiB", gpu_mem=found["gpu_mem"]).expected(
         profile.hardware, profile.kernel_lacks, elsewhere=True
     )

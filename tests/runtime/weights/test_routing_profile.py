@@ -78,14 +78,14 @@ def test_a_job_adds_what_its_rows_chose_and_the_next_one_starts_with_it(
         plan = make_plan(source.shape, settings, MemoryBudget(budget_range(source.shape, settings, job)[0]), job)
         for run in (1, 2):
             with closing(load_engine(source, plan, store)) as loaded:
-                popularity = loaded.streamed.experts.stats.popularity.layers[0]
+                popularity = loaded.streamed.experts.stats.layers[0]
                 assert popularity.tokens == 15.0 * (run - 1)
                 loaded.engine.add(Sequence(list(range(5, 15)), SequenceSampling(6, ignore_eos=True)))
                 list(loaded.engine.run())
                 assert popularity.tokens == 15.0 * run
         monkeypatch.setattr(streaming, "MAX_TOKENS", 10.0)
         with closing(load_engine(source, plan, store)) as loaded:
-            assert loaded.streamed.experts.stats.popularity.layers[0].tokens == 10.0, "old jobs fade"
+            assert loaded.streamed.experts.stats.layers[0].tokens == 10.0, "old jobs fade"
         (store / FILE).unlink()
         keep(store, {name: counts * 3.0 for name, counts in loaded.streamed.experts.counts.items()})
     show(str(store))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moedge.moe.streaming_mode import ExpertOptions, Mode
+from moedge.moe.streaming_mode import Mode
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine
 from moedge.runtime.loading.prepare import prepare
@@ -27,7 +27,7 @@ def settings(quant: str) -> Settings:
 
 def generate(source: ModelSource, plan: Plan, store: Path | None) -> tuple[list[list[int]], int, int]:
     """(tokens of every sequence, passes, bytes that came from the disk)."""
-    with closing(load_engine(source, plan, store, experts=ExpertOptions(Mode.ALL))) as loaded:
+    with closing(load_engine(source, plan, store, stream=Mode.ALL)) as loaded:
         generator = torch.Generator().manual_seed(1)
         prompts = [torch.randint(5, 380, (length,), generator=generator).tolist() for length in LENGTHS]
         sequences = [Sequence(prompt, SequenceSampling(NEW_TOKENS, ignore_eos=True)) for prompt in prompts]

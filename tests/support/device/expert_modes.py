@@ -11,7 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 from moedge.moe import expert_cache
-from moedge.moe.streaming_mode import ExpertOptions, Mode
+from moedge.moe.streaming_mode import Mode
 
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "granitemoe", "olmoe", "llama4_text")
 TIERS = ("disk-host", "host-device", "disk-host-device")
@@ -31,12 +31,11 @@ class Way:
             return self._run(tiny, fakes)
 
     def _run(self, tiny: Any, fakes: Any) -> Any:
-        options = ExpertOptions(self.mode)
         if self.tiers == "disk-host":
-            return tiny.run(tiny.held(None, self.share), experts=options)
+            return tiny.run(tiny.held(None, self.share), stream=self.mode)
         with fakes.FakeDevice(seed=int(10 * self.share)) as fake:
             plan = tiny.held(fake.device, self.share, on_disk=self.tiers == "disk-host-device")
-            return tiny.run(plan, fake.device, experts=options)
+            return tiny.run(plan, fake.device, stream=self.mode)
 
 
 def restless() -> Any:

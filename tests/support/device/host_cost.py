@@ -331,7 +331,7 @@ def steady(costs: HostCost) -> Iterator[None]:
         yield
 
 
-def passes(case: Any, costs: HostCost, plan: Any, device: Any, experts: Any) -> dict[str, dict[str, Cost]]:
+def passes(case: Any, costs: HostCost, plan: Any, device: Any, stream: Any) -> dict[str, dict[str, Cost]]:
     """What passes of a tiny model cost: the first, of prompts alone, and the one behind it, which decodes.
 
     Of each the `layer` that costs most behind the first, and the whole `pass`. Keys have offsets of zero.
@@ -343,7 +343,7 @@ def passes(case: Any, costs: HostCost, plan: Any, device: Any, experts: Any) -> 
     )
     # Made once a process.
     lookup._pairs(nf4.VALUES, device.torch_device)
-    with closing(load_engine(case.source, plan, None, device, experts, offsets)) as loaded:
+    with closing(load_engine(case.source, plan, None, device, stream, offsets)) as loaded:
         costs.watch(loaded.model.model.get_decoder())
         for index, ids in enumerate(case.prompts):
             loaded.engine.add(Sequence(ids, case.params(index, 0.0)))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from moedge.moe.streaming_mode import ExpertOptions, Mode
+from moedge.moe.streaming_mode import Mode
 from moedge.offload.device import Device
 from moedge.quant.kernels.gpu import OLDEST_CAPABILITY, Gpu, Lacks
 from moedge.runtime.engine.sequence import Sequence
@@ -22,7 +22,6 @@ from moedge.runtime.shape.shards import model_shards, resident_nbytes
 from moedge.runtime.source.model_source import ModelSource
 
 AMPLE = 1 << 36
-ALL = ExpertOptions(Mode.ALL)
 
 
 @dataclass(frozen=True)
@@ -102,12 +101,12 @@ class Case:
         plan: Plan,
         device: Device | None = None,
         temperature: float = 0.0,
-        experts: ExpertOptions = ALL,
+        stream: Mode | None = Mode.ALL,
         loaded_now: Callable[[], object] = lambda: None,
     ) -> Ran:
         """`loaded_now` is called between loading and the first pass."""
         store = self.store if plan.streams else None
-        with closing(load_engine(self.source, plan, store, device, experts)) as loaded:
+        with closing(load_engine(self.source, plan, store, device, stream)) as loaded:
             loaded_now()
             sequences = [Sequence(ids, self.params(index, temperature)) for index, ids in enumerate(self.prompts)]
             for sequence in sequences:

@@ -77,7 +77,11 @@ def install(setattr: Callable[[object, str, object], None] = setattr, context: i
 
     def with_streams(*arguments: Any, **options: Any) -> Any:
         engine = load(*arguments, **options)
-        engine.streamed = SimpleNamespace(start_counting=lambda: None, nbytes_moved=0)
+        engine.streamed = SimpleNamespace(
+            start_counting=lambda: None,
+            nbytes_moved=0,
+            experts=SimpleNamespace(stats=SimpleNamespace(layers={}), cache=None),
+        )
         return engine
 
     setattr(lifecycle, "load_engine", with_streams)

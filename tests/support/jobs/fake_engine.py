@@ -143,7 +143,8 @@ COMPUTE = "float"
 def fake_plan(settings: Settings) -> Any:
     chosen = {"dtype": "fp32", "quant": "none", "kv": "fp32", "attention": BACKEND, "compute": COMPUTE}
     chosen["deterministic"] = settings.deterministic
-    plan = SimpleNamespace(**chosen, kv_tokens=CONTEXT, tokens_per_pass=1024, as_dict=lambda: chosen)
+    budget = SimpleNamespace(host_nbytes=0)
+    plan = SimpleNamespace(**chosen, budget=budget, kv_tokens=CONTEXT, tokens_per_pass=1024, as_dict=lambda: chosen)
     told = SimpleNamespace(generated_tok_s=1.0, seconds=1.0, bottleneck="compute")
     workload = SimpleNamespace(longest=CONTEXT)
     request = SimpleNamespace(
@@ -155,9 +156,10 @@ def fake_plan(settings: Settings) -> Any:
 def fake_loaded(engine: FakeEngine, key_offsets: Any = None, close: Callable[[], None] = lambda: None) -> Any:
     ledger = SimpleNamespace(over_budget=[], check=lambda: None)
     ledger.measure = lambda: ledger
+    experts = SimpleNamespace(stats=SimpleNamespace(layers={}), cache=None)
     return SimpleNamespace(
         engine=engine,
-        streamed=None,
+        streamed=SimpleNamespace(nbytes_moved=0, fail=lambda cause: None, experts=experts),
         start_counting=engine.start_counting,
         close=close,
         key_offsets=key_offsets,
@@ -172,7 +174,6 @@ def given_model(engine: FakeEngine, close: Callable[[], None]) -> Any:
     return SimpleNamespace(
         source=fake_source("fake"),
         tokenizer=FakeTokenizer(),
-        memory=SimpleNamespace(budget=SimpleNamespace(host_nbytes=0)),
         chosen=chosen,
         policy=SimpleNamespace(plan=chosen.plan, applied=[]),
         engine=fake_loaded(engine, close=close),
@@ -187,7 +188,7 @@ def install(engine: Callable[[], FakeEngine], setattr: Callable[[object, str, ob
     def open_source(name: str) -> Iterator[SimpleNamespace]:
         yield fake_source(name)
 
-    def load_engine(source: Any, plan: Any, store: Any, device: Any, experts: Any, key_offsets: Any) -> Any:
+    def load_engine(source: Any, plan: Any, store: Any, device: Any, stream: Any, key_offsets: Any) -> Any:
         return fake_loaded(engine(), key_offsets)
 
     setattr(sessions, "open_source", open_source)

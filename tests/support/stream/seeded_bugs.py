@@ -151,7 +151,7 @@ class NoMark(ShardStream[Any]):
     """the stream forgets used marks"""
 
     def done(self, arrival: Arrival[Any], used: SyncPoint | None = None) -> None:
-        self._lane.mark_used = lambda: None  # type: ignore[method-assign]
+        self.lane.mark_used = lambda: None  # type: ignore[method-assign]
         super().done(arrival)
 
 
@@ -162,7 +162,7 @@ class MarkOnArrival(ShardStream[Any]):
 
     def next(self) -> Arrival[Any]:
         arrival = super().next()
-        self.mark = self._lane.mark_used()
+        self.mark = self.lane.mark_used()
         return arrival
 
     def done(self, arrival: Arrival[Any], used: SyncPoint | None = None) -> None:
@@ -175,7 +175,7 @@ class StaleMark(ShardStream[Any]):
     stale: SyncPoint | None = None
 
     def done(self, arrival: Arrival[Any], used: SyncPoint | None = None) -> None:
-        before, self.stale = self.stale, used or self._lane.mark_used()
+        before, self.stale = self.stale, used or self.lane.mark_used()
         super().done(arrival, before or self.stale)
 
 
@@ -185,7 +185,7 @@ class FirstMark(ShardStream[Any]):
     first: SyncPoint | None = None
 
     def done(self, arrival: Arrival[Any], used: SyncPoint | None = None) -> None:
-        self.first = self.first or used or self._lane.mark_used()
+        self.first = self.first or used or self.lane.mark_used()
         super().done(arrival, self.first)
 
 
@@ -194,9 +194,9 @@ class ReleaseBeforeMark(ShardStream[Any]):
 
     def done(self, arrival: Arrival[Any], used: SyncPoint | None = None) -> None:
         self._live.popleft()
-        self._ring.release(arrival.slot)
+        self.ring.release(arrival.slot)
         self._run_ahead()
-        self._used = used or self._lane.mark_used()
+        self._used = used or self.lane.mark_used()
 
 
 class ReleaseOnArrival(ShardStream[Any]):
@@ -204,12 +204,12 @@ class ReleaseOnArrival(ShardStream[Any]):
 
     def next(self) -> Arrival[Any]:
         arrival = super().next()
-        self._ring.release(arrival.slot)
+        self.ring.release(arrival.slot)
         return arrival
 
     def done(self, arrival: Arrival[Any], used: SyncPoint | None = None) -> None:
         self._live.popleft()
-        self._used = used or self._lane.mark_used()
+        self._used = used or self.lane.mark_used()
         self._run_ahead()
 
 
@@ -218,9 +218,9 @@ class ReleaseAll(ShardStream[Any]):
 
     def done(self, arrival: Arrival[Any], used: SyncPoint | None = None) -> None:
         if arrival in self._live:
-            self._used = used or self._lane.mark_used()
+            self._used = used or self.lane.mark_used()
             while self._live:
-                self._ring.release(self._live.popleft().slot)
+                self.ring.release(self._live.popleft().slot)
             self._run_ahead()
 
 
@@ -228,7 +228,7 @@ class NoWait(ShardStream[Any]):
     """an arrival is handed out without waiting"""
 
     def next(self) -> Arrival[Any]:
-        self._lane.wait = lambda ready: None  # type: ignore[method-assign]
+        self.lane.wait = lambda ready: None  # type: ignore[method-assign]
         return super().next()
 
 
@@ -424,7 +424,7 @@ class NoHostWait(StagedLane):
     """bytes are passed on to the device before they have reached the host"""
 
     def _pass_on(self) -> None:
-        self._host._lane.wait = lambda ready: None  # type: ignore[method-assign]
+        self._host.lane.wait = lambda ready: None  # type: ignore[method-assign]
         super()._pass_on()
 
 
@@ -432,7 +432,7 @@ class PassOnEverything(StagedLane):
     """the host's arrivals are passed on whether or not they are there"""
 
     def _pass_on_ready(self) -> None:
-        self._host._lane.wait = lambda ready: None  # type: ignore[method-assign]
+        self._host.lane.wait = lambda ready: None  # type: ignore[method-assign]
         while self._waiting:
             self._pass_on()
 

@@ -382,7 +382,7 @@ class Trial:
         for memory in self.memories:
             memory.freed = True
         self.machine.run_until(lambda: not any(actor.able() for actor in self.machine.actors))
-        return Outcome(self.stream.num_arrived, self.stream.nbytes_moved, self.memories)
+        return Outcome(self.stream.num_arrived, self.stream.lane.nbytes_moved, self.memories)
 
     def _ask(self, most_ahead: int) -> None:
         if self.rng.random() < 0.15:
