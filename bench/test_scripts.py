@@ -13,16 +13,8 @@ import pytest
 from bench import micro, toy
 
 HERE = Path(__file__).parent
-SCRIPTS = {path.stem for path in HERE.glob("*.py")} - {
-    "__init__",
-    "conftest",
-    "toy",
-    "test_scripts",
-    "test_picture",
-    "test_scale",
-    "test_make_real_mixture",
-    "test_routing",
-}
+FILES = {path.stem for path in HERE.glob("*.py")}
+SCRIPTS = {name for name in FILES if not name.startswith("test_")} - {"__init__", "conftest", "toy"}
 
 
 def test_every_script_runs_at_toy_size() -> None:
