@@ -14,13 +14,12 @@ from support.real import cases
 from support.real.cases import Case
 from support.real.definition import Stock
 from support.real.measure import Found, measure
+from support.real.recorded import NUM_WINDOWS, num_windows, recorded
 from support.real.rotation import rotated, shallow
 from support.real.smollm2 import smollm2
 from support.real.tables import Definitions
 from support.real.text import FEW
 
-# 1,532 predicted tokens: enough for one part in a hundred of the same tokens, and two seconds a case.
-NUM_WINDOWS = 4
 # Triton's interpreter gets two layers of the original.
 MODELS: Mapping[str, Callable[[], Path]] = {"original": smollm2, "rotated": rotated, "shallow": shallow}
 DefinitionsOf = Callable[[str], Definitions]
@@ -43,27 +42,25 @@ def reference(model: Path) -> Stock:
 
 
 @pytest.fixture(scope="session")
-def defined(reference: Stock) -> DefinitionsOf:
-    """By model; in bf16 answers alone."""
+def defined(request: pytest.FixtureRequest) -> DefinitionsOf:
+    """By model: as recorded, or else computed; in bf16 answers alone."""
 
     @functools.cache
-    def of(name: str) -> Definitions:
-        stock = reference if name == "original" else Stock(MODELS[name]())
+    def stock(name: str) -> Stock:
+        made: Stock = request.getfixturevalue("reference") if name == "original" else Stock(MODELS[name]())
+        return made
 
-        @functools.cache
-        def make(quant: str, compute: str, packed_from: str, dtype: str) -> Found:
-            num_windows = NUM_WINDOWS if dtype == "fp32" else 0
-            return stock.define(quant, compute, packed_from, dtype).ask(num_windows, FEW)
+    @functools.cache
+    def make(name: str, *key: str) -> Found:
+        return recorded(name).get(key) or stock(name).define(*key).ask(num_windows(key), FEW)
 
-        return make
-
-    return of
+    return lambda name: functools.partial(make, name)
 
 
 @pytest.fixture(scope="session")
 def found(request: pytest.FixtureRequest) -> Iterator[FoundOf]:
     """What a case gave of a model, once it is there: at the first question all selected cases of that model begin, a
-    process for each instruction set, while their definitions are made here."""
+    process for each instruction set."""
     params = [each.params for item in request.session.items if (each := getattr(item, "callspec", None))]
     asked = dict.fromkeys((each["name"], each["case"]) for each in params if "case" in each)
     results: dict[tuple[str, Case], Future[Found | str]] = {}

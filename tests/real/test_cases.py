@@ -6,12 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
 from support.real import cases, tables
 from support.real.cases import Case
+from support.real.definition import Stock
 from support.real.measure import Found
+from support.real.recorded import num_windows, recorded
 from support.real.tables import Definitions
 from support.real.text import FEW, FRANCE, same_answers
 
@@ -141,6 +144,16 @@ def test_formats_lose_no_more_than_a_hundredth(name: str, case: Case, found: Fou
     if case.compute == "float":
         # Of rounded activations not even the definition says so: this model is about to answer in French.
         assert "Paris" in ours.texts[FRANCE]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", [("none", "float", "fp32", "fp32"), ("int8", "int8", "bf16", "bf16")], ids=" ".join)
+def test_definitions_are_as_recorded(key: tuple[str, ...], reference: Stock) -> None:
+    """Rounding apart, whatever computed and in whichever order: another one, in bf16, is made in between."""
+    reference.define("int4", "float", "bf16", "bf16")
+    again, kept = reference.define(*key).ask(num_windows(key), FEW), recorded("original")[key]
+    assert np.allclose(again.logprobs, kept.logprobs, atol=1e-3)
+    assert same_answers(again.answers, kept.answers) >= FEW - SPARE["native"]
 
 
 @pytest.mark.slow
