@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Everything that a GPU must show, part by part, into one JSON; without one the checks run on the fake device.
 #
+#   bench/gpu.sh hour                       first of all: rates, where passes spend their time, kernels, tokens
 #   bench/gpu.sh checks                     what there is, its rates, and the engine's tokens on one to three tiers
 #   bench/gpu.sh kernels                    every Triton kernel against float64, and its time against its floor
 #   bench/gpu.sh races                      streamed places poisoned, compute held up; compute-sanitizer
@@ -17,9 +18,9 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 if ! "$python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("moedge") is None)'; then
     mkdir -p .links/moedge
-    for floor in quant offload moe runtime cli; do ln -sfn "../../$floor" ".links/moedge/$floor"; done
+    for floor in quant offload moe runtime apps cli; do ln -sfn "../../$floor" ".links/moedge/$floor"; done
     ln -sfn ../../examples/tiny_moe .links/moedge/demo
-    for file in __init__.py __main__.py; do ln -sfn "../../api/$file" ".links/moedge/$file"; done
+    for file in api/*.py; do ln -sfn "../../$file" .links/moedge/; done
     # Its version is read from the metadata of a package.
     metadata=.links/moedge-$(sed -n 's/^version = "\(.*\)"$/\1/p' pyproject.toml).dist-info
     mkdir -p "$metadata"

@@ -24,6 +24,7 @@ from functools import partial
 
 from bench.gpu.budgets import run_budgets
 from bench.gpu.checks import run_checks
+from bench.gpu.hour import run_hour
 from bench.gpu.jobs import run_jobs
 from bench.gpu.races import run_races
 from bench.gpu.random_model import CONFIGS
@@ -31,7 +32,7 @@ from bench.gpu.report import Report, machine
 from bench.gpu.throughput import run_model
 from bench.kernels import run_kernels
 
-PARTS = {"checks": run_checks, "kernels": run_kernels, "races": run_races, "budgets": run_budgets}
+PARTS = {"hour": run_hour, "checks": run_checks, "kernels": run_kernels, "races": run_races, "budgets": run_budgets}
 PARTS |= {name: partial(run_model, name) for name in CONFIGS}
 
 

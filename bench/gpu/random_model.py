@@ -31,6 +31,13 @@ from moedge.runtime.weights.memory import WeightMemory
 
 # As published on the hub, without what decides no size and no arithmetic.
 CONFIGS: dict[str, dict[str, Any]] = {
+    # bench.make_model's, which hides nothing of a host behind products.
+    "s": {
+        "model_type": "qwen3_moe", "hidden_size": 512, "intermediate_size": 512, "moe_intermediate_size": 512,
+        "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
+        "num_experts": 32, "num_experts_per_tok": 4, "norm_topk_prob": True, "vocab_size": 32000,
+        "max_position_embeddings": 4096, "tie_word_embeddings": False, "eos_token_id": 1,
+    },
     "qwen3": {
         "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
         "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,

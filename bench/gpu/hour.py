@@ -1,0 +1,289 @@
+"""Part `hour`: what a borrowed GPU is asked first, in the order in which plans depend on it.
+
+The machine's profile; where a pass's time goes, for link, device and host, beside what was predicted of each; the same
+over a link that is slowed, and with everything held; the kernels; then tokens. Every step is saved on its own.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from bench.gpu.checks import WITH_KERNELS, _kernels, device_for_run
+from bench.gpu.random_model import CONFIGS, load_random, random_source
+from bench.gpu.report import Report
+from bench.gpu.throughput import SMALL, memory_of
+from bench.kernels import _time, timed_attention, timed_experts
+from moedge.offload.machine.profile import Machine
+from moedge.offload.stream.cuda_lane import CudaLane
+from moedge.runtime.calibration.machine_profile import machine_profile, saved_profile
+from moedge.runtime.engine.sequence import Sequence
+from moedge.runtime.loading.engine_loader import LoadedEngine
+from moedge.runtime.plan import cost_model
+from moedge.runtime.plan.placement import Plan, Workload
+from moedge.runtime.plan.planner import make_plan
+from moedge.runtime.plan.presets import find_preset, with_preset
+from moedge.runtime.plan.rates import rates_of
+from moedge.runtime.sampling.params import SequenceSampling
+from moedge.runtime.settings.settings import Settings
+from moedge.runtime.shape.model_shape import ModelShape
+from moedge.runtime.weights import streaming
+
+# An H200 has the multiprocessors, the clock and the link of an H100.
+_, H100 = find_preset("H100 80GB")
+SHEETS = {"NVIDIA H200": replace(H100, gib=141, bandwidth=4800)}
+SPIN_S = 0.001
+ROWS_SHOWN = 40
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One engine to look into: random weights of `config`, `links` are how many times each byte is copied."""
+
+    config: str
+    budget: str
+    prompt: int
+    settings: Settings
+    links: tuple[int, ...] = (1,)
+    profiled: int = 1
+    temperature: float = 0.0
+
+
+ASKED = (
+    # Greedy rows of 110 tokens with 128 to generate: the job that an H100 ran in passes of 115 ms.
+    Asked("s", "2GiB", 110, Settings(dtype="bf16", quant="none", kv="bf16", max_sequences=423), profiled=3),
+    Asked("qwen3", "12GiB", 192, Settings(dtype="bf16", quant="nf4", kv="int4", max_sequences=512), links=(1, 2, 4)),
+    Asked("qwen3", "24GiB", 192, Settings(dtype="bf16", quant="nf4", kv="int4", max_sequences=384), temperature=1.0),
+)
+TINY = Asked("qwen3", "", 8, Settings(dtype="bf16", quant="nf4", kv="int4", tokens_per_pass=8, max_sequences=4))
+
+
+def run_hour(report: Report, fake: bool) -> None:
+    if fake:
+        report.step("hour", "passes, small", partial(_small, TINY))
+        return
+    report.step("hour", "machine", _machine)
+    for asked in ASKED:
+        report.step("hour", f"passes, {asked.config} in {asked.budget}", partial(_passes, asked))
+    report.step("hour", "attention, time", partial(_time, partial(timed_attention, torch.cuda.get_device_capability())))
+    report.step("hour", "experts, time", partial(_time, timed_experts))
+    for family, quant, kv in WITH_KERNELS:
+        report.step("hour", f"kernels, {family} {quant} {kv}", partial(_kernels, family, quant, kv, fake))
+
+
+def _machine() -> dict[str, Any]:
+    return asdict(machine_profile(Path.cwd(), again=True))
+
+
+def _small(asked: Asked) -> dict[str, Any]:
+    sizes = {size: value for size, value in SMALL.items() if size in CONFIGS[asked.config]}
+    with device_for_run(True, True, 0) as device, random_source(asked.config, **sizes) as source:
+        return _look(source, asked, (memory_of("auto")[0], device))
+
+
+def _passes(asked: Asked) -> dict[str, Any]:
+    # What a step that failed has left would count against this one's budget.
+    gc.collect()
+    torch.cuda.empty_cache()
+    with random_source(asked.config) as source:
+        return _look(source, asked, memory_of(asked.budget))
+
+
+class SlowedLane(CudaLane):
+    """A link that is `times` slower: each byte is copied so many times."""
+
+    times = 1
+
+    def copy(self, begin: int, slot: Any, after: Any) -> Any:
+        if after is not None:
+            self._side.wait_event(after)
+        with self._cuda.stream(self._side):
+            for _ in range(SlowedLane.times - 1):
+                target = self._memory[slot.offset : slot.offset + slot.nbytes]
+                target.copy_(self._host[begin : begin + slot.nbytes], non_blocking=True)
+        return super().copy(begin, slot, after)
+
+
+WARM, TIMED = 2, 4
+
+
+def _look(source: Any, asked: Asked, memory: tuple[Any, Any]) -> dict[str, Any]:
+    """Passes in which every sequence decodes: their seconds, and those of link, device and host in them."""
+    settings, (budget, device) = asked.settings, memory
+    wanted = settings.max_sequences
+    assert wanted is not None
+    tokens = len(asked.links) * (WARM + TIMED) + asked.profiled + TIMED + 1
+    plan = make_plan(source.shape, settings, budget, Workload(wanted, asked.prompt + tokens))
+    # The first sequences decode while the last ones' prompts are read.
+    tokens += -(-wanted * asked.prompt // max(1, plan.tokens_per_pass - wanted))
+    plan = make_plan(source.shape, settings, budget, Workload(wanted, asked.prompt + tokens))
+    found: dict[str, Any] = {"held_nbytes": plan.held_nbytes, "weights_nbytes": plan.weights_nbytes}
+    begun = time.perf_counter()
+    with patch.object(streaming, "CudaLane", SlowedLane), closing(load_random(source, plan, device)) as loaded:
+        found["loading_s"] = time.perf_counter() - begun
+        live = min(wanted, plan.kv_sequences or wanted)
+        found |= {"live": live, "tokens_per_pass": plan.tokens_per_pass}
+        found["prompts"] = _start(loaded, live, asked, tokens, source.shape.vocab)
+        load = cost_model._PassLoad(live, 0, 1, 0, asked.prompt + tokens / 2, 0)
+        found["predicted"] = _predicted(source.shape, plan, load)
+        for times in asked.links:
+            SlowedLane.times = times
+            found[f"link / {times}"] = _timed(loaded)
+        SlowedLane.times = 1
+        found["profiled"] = _profiled(loaded, asked.profiled)
+        found["stacks"] = _stacks(loaded, TIMED)
+        found["peak"] = device.peak if device is not None else 0
+        
+    return found
+
+
+def _start(loaded: LoadedEngine, live: int, asked: Asked, tokens: int, vocab: int) -> dict[str, float]:
+    generator, engine = torch.Generator().manual_seed(7), loaded.engine
+    engine.scheduler.cache.sharing = False
+    for _ in range(live):
+        ids = torch.randint(5, vocab - 5, (asked.prompt,), generator=generator).tolist()
+        engine.add(Sequence(ids, SequenceSampling(tokens, temperature=asked.temperature, ignore_eos=True)))
+    seconds = []
+    while engine.metrics.prompt_tokens < live * asked.prompt:
+        begun = time.perf_counter()
+        engine.step()
+        seconds.append(time.perf_counter() - begun)
+    if len(engine.scheduler.running) < live:
+        raise AssertionError(f"{len(engine.scheduler.running)} of {live} sequences decode after their prompts")
+    return {"passes": len(seconds), "pass_s": statistics.median(seconds), "tok_s": live * asked.prompt / sum(seconds)}
+
+
+def _predicted(shape: ModelShape, plan: Plan, load: Any) -> dict[str, Any]:
+    """By the machine's own profile, and by its data sheet."""
+    measured = saved_profile(Path.cwd())
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    sheet = with_preset(name, SHEETS.get(name, H100), measured.hardware, measured) if measured else None
+    found = {}
+    for name, machine in (("profile", measured), ("data sheet", sheet)):
+        found[name] = _pass_cost(shape, plan, load, machine) if machine is not None else {}
+    return found
+
+
+def _pass_cost(shape: ModelShape, plan: Plan, load: Any, machine: Machine) -> dict[str, float]:
+    rates = rates_of(machine, on_device=True)
+    work = cost_model._ModelWork(shape, cost_model.model_shards(shape, plan.quant, plan.dtype))
+    return asdict(cost_model._PassCosts(work, plan, rates).cost(load))
+
+
+def _timed(loaded: LoadedEngine) -> dict[str, float]:
+    """`link_s` are those in which copies ran, `waited_s` those in which the device waited for them."""
+    for _ in range(WARM):
+        loaded.engine.step()
+    before = _counts(loaded)
+    seconds = []
+    for _ in range(TIMED):
+        begun = time.perf_counter()
+        loaded.engine.step()
+        seconds.append(time.perf_counter() - begun)
+    after = _counts(loaded)
+    return {"pass_s": statistics.median(seconds)} | {name: (after[name] - before[name]) / TIMED for name in after}
+
+
+def _counts(loaded: LoadedEngine) -> dict[str, float]:
+    """Seconds that the calling thread computed, and what its lane counts, so far."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    streamed = loaded.streamed
+    return {
+        "thread_s": time.thread_time(),
+        "link_s": sum(stream.lane.seconds_busy for stream in streamed._lanes.streams),
+        "waited_s": streamed.seconds_waited[1],
+        "link_nbytes": float(streamed.nbytes_to_device),
+    }
+
+
+def _profiled(loaded: LoadedEngine, passes: int) -> dict[str, Any]:
+    """Per pass: seconds of the device's kernels and copies, and calls with their own seconds on the host."""
+    on_device = torch.cuda.is_available()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_device else [])]
+    begun = time.perf_counter()
+    with profile(activities=activities) as profiler:
+        for _ in range(passes):
+            loaded.engine.step()
+        if on_device:
+            torch.cuda.synchronize()
+    wall = (time.perf_counter() - begun) / passes
+    events = profiler.key_averages()
+    device = Counter({each.key: each.self_device_time_total / 1e6 / passes for each in events})
+    host = Counter({each.key: each.self_cpu_time_total / 1e6 / passes for each in events})
+    counts = {each.key: each.count / passes for each in events}
+    copies = sum(seconds for name, seconds in device.items() if name.startswith("Memcpy HtoD"))
+    return {
+        "pass_s": wall,
+        "device_s": sum(device.values()) - copies,
+        "copies_s": copies,
+        "device": _most(device, counts),
+        "host": _most(host, counts),
+    }
+
+
+def _most(seconds: Counter[str], counts: dict[str, float]) -> dict[str, str]:
+    return {
+        name[:120]: f"{each * 1e3:.3f} ms, {counts[name]:.0f} calls"
+        for name, each in seconds.most_common(ROWS_SHOWN)
+        if each
+    }
+
+
+def _stacks(loaded: LoadedEngine, passes: int) -> dict[str, Any]:
+    """The calling thread's stack every millisecond: the share of each line itself, and of each function of moedge."""
+    lines: Counter[str] = Counter()
+    functions: Counter[str] = Counter()
+    with _watched(lines, functions) as total:
+        for _ in range(passes):
+            loaded.engine.step()
+    most = max(1, total[0])
+    return {
+        "samples": total[0],
+        "lines": {name: round(count / most, 4) for name, count in lines.most_common(ROWS_SHOWN)},
+        "functions": {name: round(count / most, 4) for name, count in functions.most_common(2 * ROWS_SHOWN)},
+    }
+
+
+@contextmanager
+def _watched(lines: Counter[str], functions: Counter[str]) -> Iterator[list[int]]:
+    thread, ended, total = threading.get_ident(), threading.Event(), [0]
+
+    def watch() -> None:
+        while not ended.wait(SPIN_S):
+            frame = sys._current_frames().get(thread)
+            if frame is None:
+                continue
+            total[0] += 1
+            lines[_place(frame.f_code.co_filename, f"{frame.f_code.co_name}:{frame.f_lineno}")] += 1
+            above = set()
+            while frame is not None:
+                above.add(_place(frame.f_code.co_filename, frame.f_code.co_name))
+                frame = frame.f_back
+            functions.update(above)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    yield total
+    ended.set()
+    watcher.join()
+
+
+def _place(file: str, name: str) -> str:
+    return f"{os.sep.join(Path(file).parts[-3:])} {name}"
