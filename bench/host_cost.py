@@ -37,7 +37,7 @@ from moedge.moe.streaming_mode import Mode, RouterLatency
 from moedge.moe.streaming_order import ExpertFetchQueue, ExpertForecast, StreamingOrder
 from moedge.offload.device import Pinned
 from moedge.offload.stream.cuda_lane import CudaLane
-from moedge.offload.stream.stream import ALIGNMENT, Lane, Ring, Shard, ShardKey, ShardStream, Slot, SyncPoint
+from moedge.offload.stream.stream import ALIGNMENT, Lane, Ring, Run, Shard, ShardKey, ShardStream, SyncPoint
 from moedge.quant.formats.format import get_format
 from moedge.quant.tensor import PackedTensor
 
@@ -62,6 +62,7 @@ class Point:
 class NoLane:
     """Moves nothing. Bytes are there when they are waited for; with `together` also when they are asked about."""
 
+    most_together = 8
     seconds_waited = 0.0
     seconds_busy = 1e-3
 
@@ -69,8 +70,8 @@ class NoLane:
         self.point = Point(together)
         self.nbytes_moved = 0
 
-    def start(self, shard: Shard, slot: Slot, after: SyncPoint | None) -> Point:
-        self.nbytes_moved += shard.nbytes
+    def start(self, run: Run, after: SyncPoint | None) -> Point:
+        self.nbytes_moved += sum(shard.nbytes for shard, _ in run)
         return self.point
 
     def wait(self, ready: Point) -> None:

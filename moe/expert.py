@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch.nn.functional import embedding_bag
 
-from ..quant.kernels.operands import Gate
+from ..quant.kernels.operands import Gate, ProductOperands
 from ..quant.kernels.upload import upload
 from ..quant.matmul.matmul import Matmul, ParallelMatmul
 from ..quant.matmul.tiled import ExpertRows
@@ -50,45 +51,23 @@ class ExpertGroups:
         return slice(self.offsets[expert_id], self.offsets[expert_id + 1])
 
 
-# The number of assignments up to which Python groups them on a CPU before torch has called half of its operations.
-FEW_ASSIGNMENTS = 64
-
-
 def group_by_expert(expert_ids: torch.Tensor, num_experts: int) -> ExpertGroups:
-    """Groups expert_ids [T, A] with one stable sort. On a device the host waits once, for E counts.
-
-    The host derives everything else from the counts. `bincount` would make it wait a second time, for the largest id.
+    """Groups expert_ids [T, A] with one stable sort, by numpy: torch's operations are a dozen, each a kernel of a
+    device, and take longer on any processor. A device is waited for once, for the ids, and gets all back in one copy.
     """
-    if expert_ids.is_cpu and expert_ids.numel() <= FEW_ASSIGNMENTS:
-        return _group_few(expert_ids, num_experts)
-    flat = expert_ids.reshape(-1)
-    ascending, order = torch.sort(flat, stable=True)
-    counts: list[int] = flat.new_zeros(num_experts).scatter_add_(0, flat, torch.ones_like(flat)).tolist()
-    offsets = tuple(accumulate(map(padded_rows, counts), initial=0))
+    ids = expert_ids.reshape(-1).cpu().numpy()
+    counts = np.bincount(ids, minlength=num_experts)
+    # Of 16 bits: a radix sort.
+    order = np.argsort(ids.astype(np.uint16), kind="stable")
+    offsets = tuple(accumulate(map(padded_rows, counts.tolist()), initial=0))
     # The number of padding rows before each expert's first row.
-    moved = [begin - first for begin, first in zip(offsets, accumulate(counts, initial=0), strict=True)]
-    shifts = upload(torch.tensor(moved), flat.device)
-    rows = shifts[ascending].add_(torch.arange(len(flat), device=flat.device))
-    token_ids = flat.new_zeros(offsets[-1]).scatter_(0, rows, order // expert_ids.shape[1])
-    assignment_rows = torch.empty_like(order).scatter_(0, order, rows)
-    return ExpertGroups(expert_ids, counts, token_ids, assignment_rows, offsets)
-
-
-def _group_few(expert_ids: torch.Tensor, num_experts: int) -> ExpertGroups:
-    """As `group_by_expert`, by a counting sort of lists."""
-    chosen: list[int] = expert_ids.reshape(-1).tolist()
-    counts = [0] * num_experts
-    for expert in chosen:
-        counts[expert] += 1
-    offsets = tuple(accumulate(map(padded_rows, counts), initial=0))
-    following, token_ids, rows = list(offsets), [0] * offsets[-1], []
-    for assignment, expert in enumerate(chosen):
-        row = following[expert]
-        following[expert] = row + 1
-        rows.append(row)
-        token_ids[row] = assignment // expert_ids.shape[1]
-    ids, assignment_rows = (torch.tensor(each, dtype=expert_ids.dtype) for each in (token_ids, rows))
-    return ExpertGroups(expert_ids, counts, ids, assignment_rows, offsets)
+    moved = np.array(offsets[:-1]) - (np.cumsum(counts) - counts)
+    rows = np.arange(len(ids)) + np.repeat(moved, counts)
+    both = np.zeros(offsets[-1] + len(ids), np.int64)
+    both[rows] = order // expert_ids.shape[1]
+    both[offsets[-1] + order] = rows
+    there = upload(torch.from_numpy(both), expert_ids.device)
+    return ExpertGroups(expert_ids, counts.tolist(), there[: offsets[-1]], there[offsets[-1] :], offsets)
 
 
 def combine(rows: torch.Tensor, groups: ExpertGroups, weights: torch.Tensor) -> torch.Tensor:
@@ -233,12 +212,14 @@ class ExpertBody:
         if not product.takes(ups) or not product.takes(downs):
             return False
         spans = [groups.rows(one.expert_id) for one in residents]
-        cut = product.rows(spans, hidden)
+        up_biases, down_biases = [expert.up_bias for expert in weights], [expert.down_bias for expert in weights]
+        cut, (up, down) = product.upload(
+            spans, hidden, ProductOperands(ups, up_biases), ProductOperands(downs, down_biases)
+        )
         # The rows of other experts stay uninitialized; nothing reads them.
         inner = hidden.new_empty(groups.num_rows, ups[0].shape[0] // 2)
-        up_biases, down_biases = [expert.up_bias for expert in weights], [expert.down_bias for expert in weights]
-        product.launch(hidden, inner, ups, up_biases, cut, groups.token_ids, self.gate).run()
-        product.launch(inner, rows, downs, down_biases, cut).run()
+        product.launch(hidden, inner, ups, up_biases, cut, groups.token_ids, self.gate, up).run()
+        product.launch(inner, rows, downs, down_biases, cut, packed=down).run()
         if self.norm is not None:
             for span in spans:
                 rows[span] = self.norm(rows[span])

@@ -198,9 +198,10 @@ class StreamingExpertCache:
         self._release(wait=True)
 
     def _begin(self, layer: int, groups: ExpertGroups) -> None:
-        while self._computing:
+        if self._computing:
             # Left over from a pass that was aborted.
-            self.order.release(self._computing.popleft().arrival)
+            self.order.release([one.arrival for one in self._computing])
+            self._computing.clear()
         if self.order.begin(layer, groups):
             self._slots.policy.begin_pass()
         self._stats.observe(layer, len(groups.expert_ids), groups.counts)
@@ -222,6 +223,7 @@ class StreamingExpertCache:
 
     def _release(self, wait: bool) -> None:
         """Frees the ring slots of computed experts, oldest first; with `wait`, waits until all are computed."""
+        released = []
         while self._computing and (wait or self._computing[0].is_computed):
             oldest = self._computing.popleft()
             oldest.wait()
@@ -230,7 +232,9 @@ class StreamingExpertCache:
             self.counts.unwanted += not wanted
             if wanted and self._slots.offer(oldest.key, oldest.arrival.view, self.order.may_leave):
                 self.counts.swaps += 1
-            self.order.release(oldest.arrival)
+            released.append(oldest.arrival)
+        if released:
+            self.order.release(released)
         self.order.request_ahead()
 
 

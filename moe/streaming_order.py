@@ -8,7 +8,7 @@ A guess is what the next layer's router makes of this layer's hidden states. A w
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import islice
@@ -98,7 +98,7 @@ def _best(expected: torch.Tensor, held: Collection[int], most: int) -> list[int]
 
 # The most experts that are handed out at once when the stream waits for compute. Nothing is read into their ring slots
 # until they are computed, so this is a small part of a ring.
-MAX_TOGETHER = 4
+MAX_TOGETHER = 8
 
 
 class PendingFetch(NamedTuple):
@@ -154,9 +154,9 @@ class ExpertFetchQueue:
             together.append((self._pending.popleft().key, self._stream.next()))
         return together
 
-    def done(self, arrival: Arrival[torch.Tensor]) -> None:
-        """The arrival's ring slot may be overwritten."""
-        self._stream.done(arrival)
+    def done(self, arrivals: Sequence[Arrival[torch.Tensor]]) -> None:
+        """The ring slots of these arrivals may be overwritten."""
+        self._stream.done(*arrivals)
 
     def _recall(self) -> list[PendingFetch]:
         recalled = [self._pending.pop() for _ in self._stream.recall()]
@@ -285,9 +285,9 @@ class StreamingOrder:
         self.latency.begin()
         return together
 
-    def release(self, arrival: Arrival[torch.Tensor]) -> None:
-        """The arrival was computed: its ring slot may be overwritten."""
-        self._queue.done(arrival)
+    def release(self, arrivals: Sequence[Arrival[torch.Tensor]]) -> None:
+        """The arrivals were computed: their ring slots may be overwritten."""
+        self._queue.done(arrivals)
 
     def may_leave(self, key: ShardKey) -> bool:
         """Whether an expert may be evicted: not where its layer's misses were requested already, without it."""

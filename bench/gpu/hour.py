@@ -18,7 +18,7 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -43,18 +43,22 @@ from moedge.runtime.plan.rates import rates_of
 from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.settings.settings import Settings
 from moedge.runtime.shape.model_shape import ModelShape
+from moedge.runtime.shape.shards import model_shards
 from moedge.runtime.weights import streaming
 
 # An H200 has the multiprocessors, the clock and the link of an H100.
 _, H100 = find_preset("H100 80GB")
 SHEETS = {"NVIDIA H200": replace(H100, gib=141, bandwidth=4800)}
-SPIN_S = 0.001
+SPIN_S = 0.005
 ROWS_SHOWN = 40
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One engine to look into: random weights of `config`, `links` are how many times each byte is copied."""
+    """One engine to look into: random weights of `config`; `links` are how many times each byte is copied.
+
+    Tokens that random weights choose are nearly all the same, and want few experts: layers get others in their place.
+    """
 
     config: str
     budget: str
@@ -68,8 +72,8 @@ class Asked:
 ASKED = (
     # Greedy rows of 110 tokens with 128 to generate: the job that an H100 ran in passes of 115 ms.
     Asked("s", "2GiB", 110, Settings(dtype="bf16", quant="none", kv="bf16", max_sequences=423), profiled=3),
-    Asked("qwen3", "12GiB", 192, Settings(dtype="bf16", quant="nf4", kv="int4", max_sequences=512), links=(1, 2, 4)),
-    Asked("qwen3", "24GiB", 192, Settings(dtype="bf16", quant="nf4", kv="int4", max_sequences=384), temperature=1.0),
+    Asked("qwen3", "24GiB", 128, Settings(dtype="bf16", quant="nf4", kv="int4", max_sequences=384), temperature=1.0),
+    Asked("qwen3", "12GiB", 128, Settings(dtype="bf16", quant="nf4", kv="int4", max_sequences=384), links=(1, 2, 4)),
 )
 TINY = Asked("qwen3", "", 8, Settings(dtype="bf16", quant="nf4", kv="int4", tokens_per_pass=8, max_sequences=4))
 
@@ -115,8 +119,9 @@ class SlowedLane(CudaLane):
             self._side.wait_event(after)
         with self._cuda.stream(self._side):
             for _ in range(SlowedLane.times - 1):
-                target = self._memory[slot.offset : slot.offset + slot.nbytes]
-                target.copy_(self._host[begin : begin + slot.nbytes], non_blocking=True)
+                for first, last in self._pinned.pieces(begin, begin + slot.nbytes):
+                    target = self._memory[slot.offset + first - begin : slot.offset + last - begin]
+                    target.copy_(self._host[first:last], non_blocking=True)
         return super().copy(begin, slot, after)
 
 
@@ -138,6 +143,7 @@ def _look(source: Any, asked: Asked, memory: tuple[Any, Any]) -> dict[str, Any]:
     with patch.object(streaming, "CudaLane", SlowedLane), closing(load_random(source, plan, device)) as loaded:
         found["loading_s"] = time.perf_counter() - begun
         live = min(wanted, plan.kv_sequences or wanted)
+        loaded.model.model.get_input_embeddings().register_forward_pre_hook(partial(_other_tokens, source.shape.vocab))
         found |= {"live": live, "tokens_per_pass": plan.tokens_per_pass}
         found["prompts"] = _start(loaded, live, asked, tokens, source.shape.vocab)
         load = cost_model._PassLoad(live, 0, 1, 0, asked.prompt + tokens / 2, 0)
@@ -149,24 +155,38 @@ def _look(source: Any, asked: Asked, memory: tuple[Any, Any]) -> dict[str, Any]:
         found["profiled"] = _profiled(loaded, asked.profiled)
         found["stacks"] = _stacks(loaded, TIMED)
         found["peak"] = device.peak if device is not None else 0
-        
+
     return found
 
 
-def _start(loaded: LoadedEngine, live: int, asked: Asked, tokens: int, vocab: int) -> dict[str, float]:
+def _other_tokens(vocab: int, embedding: Any, arguments: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    return (torch.randint_like(arguments[0], vocab),)
+
+
+def _start(loaded: LoadedEngine, live: int, asked: Asked, tokens: int, vocab: int) -> dict[str, Any]:
     generator, engine = torch.Generator().manual_seed(7), loaded.engine
     engine.scheduler.cache.sharing = False
     for _ in range(live):
         ids = torch.randint(5, vocab - 5, (asked.prompt,), generator=generator).tolist()
         engine.add(Sequence(ids, SequenceSampling(tokens, temperature=asked.temperature, ignore_eos=True)))
-    seconds = []
+    seconds: list[float] = []
+    begun_with = torch.cuda.memory_stats() if torch.cuda.is_available() else {}
+    found: dict[str, Any] = {}
     while engine.metrics.prompt_tokens < live * asked.prompt:
+        if len(seconds) == 8:
+            found["stacks"] = _stacks(loaded, TIMED)
         begun = time.perf_counter()
         engine.step()
         seconds.append(time.perf_counter() - begun)
+    ended_with = torch.cuda.memory_stats() if torch.cuda.is_available() else {}
+    found |= {
+        name: ended_with.get(name, 0) - begun_with.get(name, 0)
+        for name in ("num_device_alloc", "num_device_free", "num_alloc_retries")
+    }
     if len(engine.scheduler.running) < live:
         raise AssertionError(f"{len(engine.scheduler.running)} of {live} sequences decode after their prompts")
-    return {"passes": len(seconds), "pass_s": statistics.median(seconds), "tok_s": live * asked.prompt / sum(seconds)}
+    rate = live * asked.prompt / sum(seconds)
+    return found | {"passes": len(seconds), "pass_s": statistics.median(seconds), "tok_s": rate}
 
 
 def _predicted(shape: ModelShape, plan: Plan, load: Any) -> dict[str, Any]:
@@ -182,7 +202,7 @@ def _predicted(shape: ModelShape, plan: Plan, load: Any) -> dict[str, Any]:
 
 def _pass_cost(shape: ModelShape, plan: Plan, load: Any, machine: Machine) -> dict[str, float]:
     rates = rates_of(machine, on_device=True)
-    work = cost_model._ModelWork(shape, cost_model.model_shards(shape, plan.quant, plan.dtype))
+    work = cost_model._ModelWork(shape, model_shards(shape, plan.quant, plan.dtype))
     return asdict(cost_model._PassCosts(work, plan, rates).cost(load))
 
 
@@ -250,37 +270,45 @@ def _stacks(loaded: LoadedEngine, passes: int) -> dict[str, Any]:
     """The calling thread's stack every millisecond: the share of each line itself, and of each function of moedge."""
     lines: Counter[str] = Counter()
     functions: Counter[str] = Counter()
-    with _watched(lines, functions) as total:
+    begun = time.perf_counter()
+    with _watched() as stacks:
         for _ in range(passes):
             loaded.engine.step()
-    most = max(1, total[0])
+    pass_s = (time.perf_counter() - begun) / passes
+    for stack in stacks:
+        code, line = stack[0]
+        lines[_place(code.co_filename, f"{code.co_name}:{line}")] += 1
+        functions.update({_place(code.co_filename, code.co_name) for code, _ in stack})
+    each = 1e3 * pass_s / max(1, len(stacks))
     return {
-        "samples": total[0],
-        "lines": {name: round(count / most, 4) for name, count in lines.most_common(ROWS_SHOWN)},
-        "functions": {name: round(count / most, 4) for name, count in functions.most_common(2 * ROWS_SHOWN)},
+        "pass_s": pass_s,
+        "samples": len(stacks),
+        "lines, ms": {name: round(count * each, 3) for name, count in lines.most_common(ROWS_SHOWN)},
+        "functions, ms": {name: round(count * each, 3) for name, count in functions.most_common(2 * ROWS_SHOWN)},
     }
 
 
 @contextmanager
-def _watched(lines: Counter[str], functions: Counter[str]) -> Iterator[list[int]]:
-    thread, ended, total = threading.get_ident(), threading.Event(), [0]
+def _watched() -> Iterator[list[list[tuple[Any, int]]]]:
+    """The stacks of the calling thread, taken now and then by another.
+
+    It does as little as it can: each time it holds Python's lock, for which a thread that calls CUDA waits.
+    """
+    thread, ended = threading.get_ident(), threading.Event()
+    stacks: list[list[tuple[Any, int]]] = []
 
     def watch() -> None:
         while not ended.wait(SPIN_S):
-            frame = sys._current_frames().get(thread)
-            if frame is None:
-                continue
-            total[0] += 1
-            lines[_place(frame.f_code.co_filename, f"{frame.f_code.co_name}:{frame.f_lineno}")] += 1
-            above = set()
+            stack: list[tuple[Any, int]] = []
+            frame: FrameType | None = sys._current_frames()[thread]
             while frame is not None:
-                above.add(_place(frame.f_code.co_filename, frame.f_code.co_name))
+                stack.append((frame.f_code, frame.f_lineno))
                 frame = frame.f_back
-            functions.update(above)
+            stacks.append(stack)
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
-    yield total
+    yield stacks
     ended.set()
     watcher.join()
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..device import Pinned
-from .stream import Shard, ShardStream, Slot, SyncPoint
+from .stream import Run, Shard, ShardStream, Slot, SyncPoint
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +37,9 @@ class CudaLane:
     Unpinned bytes are copied too, but the copy blocks the calling thread: send them through a StagedLane instead.
     """
 
+    # Some twenty calls of CUDA for each copy, whatever its size (bench/host_cost.py).
+    most_together = 8
+
     def __init__(self, cuda: Any, host: torch.Tensor, pinned: Pinned, memory: torch.Tensor) -> None:
         self._cuda = cuda
         self._host = host
@@ -51,8 +54,12 @@ class CudaLane:
         self._seconds_busy = 0.0
         self.nbytes_moved = 0
 
-    def start(self, shard: Shard, slot: Slot, after: SyncPoint | None) -> Event:
-        return self.copy(shard.offset, slot, after)
+    def start(self, run: Run, after: SyncPoint | None) -> Event:
+        (shard, first), (_, last) = run[0], run[-1]
+        whole = Slot(first.offset, last.end - first.offset)
+        # What lies between shards crosses the link too, and is nobody's.
+        self.nbytes_moved -= whole.nbytes - sum(slot.nbytes for _, slot in run)
+        return self.copy(shard.offset, whole, after)
 
     def copy(self, begin: int, slot: Slot, after: SyncPoint | None) -> Event:
         """Copies `slot.nbytes` bytes from byte `begin` of the host memory into `slot`, once `after` is reached."""
@@ -133,6 +140,8 @@ class StagedLane:
     fills; it and `direct` copy into the same ring.
     """
 
+    most_together = 1
+
     def __init__(
         self, host: ShardStream[Any], staging: CudaLane, direct: CudaLane, is_direct: Callable[[Shard], bool]
     ) -> None:
@@ -155,10 +164,11 @@ class StagedLane:
         # The stages work at the same time: the slower one is the bottleneck.
         return max(self._host.lane.seconds_busy, self._staging.seconds_busy + self._direct.seconds_busy)
 
-    def start(self, shard: Shard, slot: Slot, after: SyncPoint | None) -> Relay:
+    def start(self, run: Run, after: SyncPoint | None) -> Relay:
+        ((shard, slot),) = run
         relay = Relay(shard, slot, after)
         if self._is_direct(shard):
-            relay.copied = self._direct.start(shard, slot, after)
+            relay.copied = self._direct.start(run, after)
         else:
             self._waiting.append(relay)
             self._host.ask(shard)
@@ -192,4 +202,4 @@ class StagedLane:
             raise ValueError(f"the host stream returned {arrival.shard}, wanted {relay.shard}; it has another consumer")
         relay.copied = self._staging.copy(arrival.slot.offset, relay.slot, relay.after)
         # The reader may overwrite the host's bytes once the copy from them is done, long before compute is.
-        self._host.done(arrival, relay.copied)
+        self._host.done(arrival, used=relay.copied)

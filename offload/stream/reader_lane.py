@@ -21,7 +21,7 @@ from typing import Protocol
 import numpy as np
 
 from ..device import address_of, allocate
-from .stream import ALIGNMENT, Shard, ShardPart, Slot, StreamBroken, SyncPoint
+from .stream import ALIGNMENT, Run, Shard, ShardPart, StreamBroken, SyncPoint
 
 
 class Source(Protocol):
@@ -212,6 +212,8 @@ class ReaderLane:
     closed with the lane. After the first error, every `start` and `wait` raises StreamBroken with its cause.
     """
 
+    most_together = 1
+
     def __init__(
         self,
         sources: Mapping[Path | None, Source],
@@ -240,7 +242,8 @@ class ReaderLane:
         for thread in self._threads:
             thread.start()
 
-    def start(self, shard: Shard, slot: Slot, after: SyncPoint | None) -> Fetch:
+    def start(self, run: Run, after: SyncPoint | None) -> Fetch:
+        ((shard, slot),) = run
         if shard.offset % ALIGNMENT and not shard.parts:
             raise ValueError(f"{shard} begins at byte {shard.offset}; wanted a multiple of {ALIGNMENT}")
         nbytes = slot.nbytes if shard.parts else -(-slot.nbytes // ALIGNMENT) * ALIGNMENT

@@ -9,7 +9,7 @@ A lane orders copies against compute: only lanes know reader threads or CUDA str
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -17,6 +17,8 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from ..errors import ExitCode, MoedgeError
 
 ALIGNMENT = 4096
+# A copy takes at most this part of a ring, so that the next ones go on while compute reads what one has brought.
+RUNS_OF_A_RING = 3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,10 +142,16 @@ class Ready(Protocol):
 
 
 ReadyT = TypeVar("ReadyT", bound=Ready)
+# Shards and their slots. Of several, each lies as far behind the first in its slot as where it comes from.
+Run = Sequence[tuple[Shard, Slot]]
 
 
 class Lane(Protocol[ReadyT]):
     """Moves shards into slots asynchronously, and orders the copies against compute."""
+
+    @property
+    def most_together(self) -> int:
+        """The longest run of shards that `start` copies as one."""
 
     @property
     def nbytes_moved(self) -> int:
@@ -157,8 +165,8 @@ class Lane(Protocol[ReadyT]):
     def seconds_busy(self) -> float:
         """Seconds during which there was something to move, so far."""
 
-    def start(self, shard: Shard, slot: Slot, after: SyncPoint | None) -> ReadyT:
-        """Starts the copy of `shard` into `slot`; it begins once `after` is reached (None: at once). Does not block."""
+    def start(self, run: Run, after: SyncPoint | None) -> ReadyT:
+        """Starts the copy of a run; it begins once `after` is reached (None: at once). Does not block."""
 
     def wait(self, ready: ReadyT) -> None:
         """Makes all compute submitted from now on wait for `ready`."""
@@ -199,6 +207,8 @@ class ShardStream(Generic[View_co]):
         self._ahead: deque[tuple[Shard, Slot, Ready]] = deque()
         self._live: deque[Arrival[View_co]] = deque()
         self._used: SyncPoint | None = None
+        # The end of the last copy that compute waits for.
+        self._arrived: Ready | None = None
         self._closed = False
         self.num_arrived = 0
         self.nbytes_arrived = 0
@@ -220,7 +230,9 @@ class ShardStream(Generic[View_co]):
         if not self._ahead:
             raise ValueError(self._why_none_arrives())
         shard, slot, ready = self._ahead[0]
-        self.lane.wait(ready)
+        if ready is not self._arrived:
+            self.lane.wait(ready)
+            self._arrived = ready
         self._ahead.popleft()
         arrival = Arrival(shard, slot, self._memory[slot.offset : slot.end])
         self._live.append(arrival)
@@ -229,14 +241,16 @@ class ShardStream(Generic[View_co]):
         self.nbytes_from_files += shard.nbytes if shard.file is not None else 0
         return arrival
 
-    def done(self, arrival: Arrival[Any], used: SyncPoint | None = None) -> None:
-        """Releases the oldest held arrival; its slot is overwritten after `used`, by default all compute so far."""
-        if not self._live or self._live[0] is not arrival:
-            raise ValueError(f"{arrival.shard} is not the oldest arrival held; release arrivals in their order")
-        self._live.popleft()
+    def done(self, *arrivals: Arrival[Any], used: SyncPoint | None = None) -> None:
+        """Releases the oldest held arrivals; slots are overwritten after `used`, by default all compute so far."""
         # One sync point covers the slots before it: sync points and slots follow one order of work.
-        self._used = used or self.lane.mark_used()
-        self.ring.release(arrival.slot)
+        mark = used or self.lane.mark_used()
+        for arrival in arrivals:
+            if not self._live or self._live[0] is not arrival:
+                raise ValueError(f"{arrival.shard} is not the oldest arrival held; release arrivals in their order")
+            self._live.popleft()
+            self._used = mark
+            self.ring.release(arrival.slot)
         self._run_ahead()
 
     def cycle(self, num_shards: int) -> Iterator[Arrival[View_co]]:
@@ -248,9 +262,9 @@ class ShardStream(Generic[View_co]):
             self.ask(arrival.shard)
 
     def is_ready(self) -> bool:
-        """Whether `next` would return without waiting."""
+        """Whether `next` would return without waiting; compute may wait for its bytes already."""
         self._run_ahead()
-        return bool(self._ahead) and self._ahead[0][2].query()
+        return bool(self._ahead) and (self._ahead[0][2] is self._arrived or self._ahead[0][2].query())
 
     def close(self) -> None:
         """Stops all copies; arrivals that are still held stay readable."""
@@ -260,21 +274,38 @@ class ShardStream(Generic[View_co]):
     def _run_ahead(self) -> None:
         if self._closed:
             raise StreamBroken("the stream is closed; nothing further arrives")
+        run: list[tuple[Shard, Slot]] = []
         while self._asked and (slot := self._reserve(self._asked[0])):
             shard = self._asked.popleft()
-            self._ahead.append((shard, slot, self._start(shard, slot)))
+            if run and not self._continues(run, shard, slot):
+                self._start(run)
+                run = []
+            run.append((shard, slot))
+        if run:
+            self._start(run)
+
+    def _continues(self, run: Run, shard: Shard, slot: Slot) -> bool:
+        """Whether one copy may bring a shard together with those of `run`: in a few runs the ring takes turns."""
+        (first, begin), most = run[0], self.ring.capacity // RUNS_OF_A_RING
+        return (
+            len(run) < self.lane.most_together
+            and first.file is None
+            and shard.file is None
+            and shard.offset - first.offset == slot.offset - begin.offset
+            and slot.end - begin.offset <= most
+        )
 
     def _reserve(self, shard: Shard) -> Slot | None:
         return self.ring.try_reserve(shard.nbytes, shard.shift if self._shifts else 0)
 
-    def _start(self, shard: Shard, slot: Slot) -> Ready:
+    def _start(self, run: Run) -> None:
         try:
-            ready: Ready = self.lane.start(shard, slot, self._used)
+            ready: Ready = self.lane.start(run, self._used)
         except StreamBroken:
-            # The slot reserved for it will never be filled, so nothing may arrive after it.
+            # The slots reserved for it will never be filled, so nothing may arrive after it.
             self._closed = True
             raise
-        return ready
+        self._ahead.extend((shard, slot, ready) for shard, slot in run)
 
     def _why_none_arrives(self) -> str:
         if not self._asked:

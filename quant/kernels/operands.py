@@ -6,11 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 from torch.nn.functional import gelu, silu
 
+from ..tensor import PackedTensor
 from .upload import upload
 
+# The matrix, the first and the last + 1 row of each tile.
+Tiles = Sequence[tuple[int, int, int]]
 # Every tensor of a stack begins at a multiple of this number of bytes, which a GPU loads at once.
 STEP_NBYTES = 16
 
@@ -25,16 +29,20 @@ class Stack(NamedTuple):
     shifts: torch.Tensor
 
     @classmethod
-    def all_of(cls, runs: Sequence[Sequence[torch.Tensor]]) -> list[Self]:
-        """A stack for each sequence of tensors, all of equal length, with one copy to the device.
+    def all_of(cls, runs: Sequence[Sequence[torch.Tensor]], tiles: Tiles = ()) -> tuple[list[Self], torch.Tensor]:
+        """A stack for each sequence of tensors, all of equal length, and `tiles` as int32 [n, 3], with one copy to the
+        device.
 
         Raises ValueError if a tensor does not begin at a multiple of STEP_NBYTES.
         """
         shifts = [_shifts(tensors) for tensors in runs]
         # Each row begins at a multiple of 16 bytes: Triton compiles a kernel separately for pointers that do not.
-        padded = torch.tensor([each + each[:1] * (len(each) % 2) for each in shifts])
-        uploaded = upload(padded, runs[0][0].device)
-        return [cls(tensors[0], row[: len(tensors)]) for tensors, row in zip(runs, uploaded, strict=True)]
+        padded = np.array([each + each[:1] * (len(each) % 2) for each in shifts], np.int64)
+        numbers = np.concatenate([padded.view(np.int32).ravel(), np.array(tiles, np.int32).ravel()])
+        both, end = upload(torch.from_numpy(numbers), runs[0][0].device), 2 * padded.size
+        uploaded = both[:end].view(torch.int64).view(padded.shape)
+        stacks = [cls(tensors[0], row[: len(tensors)]) for tensors, row in zip(runs, uploaded, strict=True)]
+        return stacks, both[end:].view(-1, 3)
 
 
 def _shifts(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -56,6 +64,29 @@ class Packed(NamedTuple):
     zeros: Stack | None = None
     factors: Stack | None = None
     biases: Stack | None = None
+
+
+class ProductOperands(NamedTuple):
+    """What one launch multiplies by: matrices [N, K] of one layout, and biases [N] for all of them or for none."""
+
+    matrices: Sequence[PackedTensor]
+    biases: Sequence[torch.Tensor | None]
+
+    @property
+    def given(self) -> list[torch.Tensor]:
+        return [bias for bias in self.biases if bias is not None]
+
+    @property
+    def runs(self) -> list[Sequence[torch.Tensor]]:
+        """The tensors of each plane, and the biases."""
+        planes: list[Sequence[torch.Tensor]] = [*zip(*(matrix.planes for matrix in self.matrices), strict=True)]
+        return [*planes, self.given] if self.given else planes
+
+    def packed(self, stacks: Sequence[Stack]) -> Packed:
+        """Of the stacks of `runs`."""
+        if not self.given:
+            return Packed(*stacks)
+        return Packed(*stacks[:-1])._replace(biases=stacks[-1])
 
 
 class Gate(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ import triton.language as tl
 from ..formats.format import ROWS
 from ..formats.nf4 import LEVELS
 from ..tensor import PackedTensor
-from .operands import Gate, Packed, Sizes, Stack
+from .operands import Gate, Packed, ProductOperands, Sizes, Stack, Tiles
 from .tuning import tile_rows, tiles_for
 from .upload import upload
 
@@ -242,18 +243,6 @@ class RowTiles(NamedTuple):
     tiles: torch.Tensor
     height: int
 
-    @classmethod
-    def of(cls, spans: Sequence[slice], x: torch.Tensor, deterministic: bool = False) -> RowTiles:
-        """Matrix i has the rows spans[i] of activations like x; if `deterministic`, `height` is independent of them."""
-        mean = 1 if deterministic else sum(span.stop - span.start for span in spans) / len(spans)
-        height = tile_rows(mean, wide=x.dtype == torch.float32)
-        tiles = [
-            (matrix, first, min(first + height, span.stop))
-            for matrix, span in enumerate(spans)
-            for first in range(span.start, span.stop, height)
-        ]
-        return cls(upload(torch.tensor(tiles, dtype=torch.int32), x.device), height)
-
 
 class GroupedProduct:
     """Launches the kernel on one device, where it keeps the table of nf4's levels.
@@ -267,7 +256,28 @@ class GroupedProduct:
 
     def rows(self, spans: Sequence[slice], x: torch.Tensor) -> RowTiles:
         """The rows for launches in which matrix i computes the rows spans[i] of the output from activations like x."""
-        return RowTiles.of(spans, x, self.deterministic)
+        tiles, height = self._tiles(spans, x)
+        return RowTiles(upload(torch.tensor(tiles, dtype=torch.int32), x.device), height)
+
+    def upload(self, spans: Sequence[slice], x: torch.Tensor, *sides: ProductOperands) -> tuple[RowTiles, list[Packed]]:
+        """The rows as `rows` has them and the operands of several launches, with one copy to the device."""
+        tiles, height = self._tiles(spans, x)
+        runs = [side.runs for side in sides]
+        stacks, fields = Stack.all_of([tensors for each in runs for tensors in each], tiles)
+        ends = accumulate(map(len, runs))
+        packed = [side.packed(stacks[end - len(each) : end]) for side, each, end in zip(sides, runs, ends, strict=True)]
+        return RowTiles(fields, height), packed
+
+    def _tiles(self, spans: Sequence[slice], x: torch.Tensor) -> tuple[Tiles, int]:
+        """Tiles, and their height, which does not depend on the rows if results must not."""
+        mean = 1 if self.deterministic else sum(span.stop - span.start for span in spans) / len(spans)
+        height = tile_rows(mean, wide=x.dtype == torch.float32)
+        tiles = [
+            (matrix, first, min(first + height, span.stop))
+            for matrix, span in enumerate(spans)
+            for first in range(span.start, span.stop, height)
+        ]
+        return tiles, height
 
     def takes(self, matrices: Sequence[PackedTensor]) -> bool:
         """Whether the kernel supports them: matrices of one layout, row after row, with N a multiple of 8.
@@ -287,17 +297,15 @@ class GroupedProduct:
         rows: RowTiles,
         token_ids: torch.Tensor | None = None,
         gate: Gate | None = None,
+        packed: Packed | None = None,
     ) -> Launch:
         """out[p] = x[token_ids[p]] (x[p] without token_ids) times the matrix of row p, activated by `gate`.
 
         x [T, K], token_ids int64 [P], out [P, N], or [P, N/2] with a gate; matrices [N, K] of one layout; biases [N],
-        for all matrices or for none.
+        for all matrices or for none. `packed` are both on the device, if they were uploaded already.
         """
-        layout = matrices[0].layout
-        planes = list(zip(*(matrix.planes for matrix in matrices), strict=True))
-        given = [bias for bias in biases if bias is not None]
-        stacks = Stack.all_of([*planes, given] if given else planes)
-        packed = Packed(*stacks[: len(planes)])._replace(biases=stacks[-1] if given else None)
+        layout, side = matrices[0].layout, ProductOperands(matrices, biases)
+        packed = packed or side.packed(Stack.all_of(side.runs)[0])
         cut = tiles_for(rows.height, layout, wide=x.dtype == torch.float32)
         grouping = layout.codes, layout.group if layout.grouped else 0, layout.block
         sizes = Sizes(*grouping, *layout.shape, gate, cut.rows, cut.outputs, cut.depth, dot_type(x.dtype))

@@ -46,7 +46,14 @@ from ..model.fused.selftest import fuse, fused_executor
 from ..model.recurrent.pass_states import PassStates
 from ..model.recurrent.seam import adapt_recurrences
 from ..model.runner import ModelRunner
-from ..model.weights_seam import PIECE_NUMEL, SMALL_PIECE_NUMEL, ArrivingLayers, move_resident, norm_in_pieces
+from ..model.weights_seam import (
+    PIECE_NUMEL,
+    SMALL_PIECE_NUMEL,
+    ArrivingLayers,
+    fuse_norms,
+    move_resident,
+    norm_in_pieces,
+)
 from ..plan.candidate import SAMPLER_NBYTES
 from ..plan.fallback import FallbackPolicy
 from ..plan.kernels import FUSED_DECODER, FUSED_LAYERS, SEAMS, Kernels, product_kernels
@@ -266,6 +273,8 @@ class Loading:
                     layer.tile_routers()
             if self.torch_device.type == "cpu":
                 norm_in_pieces(self.model, PIECE_NUMEL if _keeps_memory(self.plan) else SMALL_PIECE_NUMEL)
+            else:
+                fuse_norms(self.model)
             decoder = self.model.get_decoder()
             decoder.layers = ArrivingLayers(decoder.layers, streamed.arrivals)
             packed = ModelRunner(self.model, self.compute, self.states)

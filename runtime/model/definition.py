@@ -85,6 +85,8 @@ def _build(config: ModelConfig, dtype: torch.dtype, implementation: str) -> PreT
     return model
 
 
+# Held experts, and the slots of a ring: far fewer, unless experts of several sizes share one.
+MOST_BOUND = 4096
 # Fields of the file that moedge decides itself.
 _OWN_CHOICE = {"dtype", "torch_dtype", "architectures", "use_cache", "_name_or_path"}
 # Of lightning attention: as many tokens squared for every head, which are shed at once.
@@ -105,6 +107,8 @@ class LayerAssembly:
         }
         self.experts: Any = next((module for module in layer.modules() if hasattr(module, "is_transposed")), None)
         self._packed: list[tuple[PackedLinear, ShardMatrix]] = []
+        # The matrices of experts by the address of their bytes: slots take turns, and binding one takes 14 us.
+        self._bound: dict[int, tuple[PackedTensor, PackedTensor]] = {}
         self._check()
 
     @property
@@ -137,11 +141,17 @@ class LayerAssembly:
 
     def bind_expert(self, index: int, shard: torch.Tensor) -> ExpertWeights:
         """Expert `index`, bound to `shard`, the uint8 bytes of its shard."""
-        assert self.shards.expert is not None
-        up, down = (
-            PackedTensor.bind(matrix.layout, shard[matrix.offset : matrix.end])
-            for matrix in self.shards.expert.matrices
-        )
+        address = shard.data_ptr()
+        if (found := self._bound.get(address)) is None:
+            assert self.shards.expert is not None
+            up, down = (
+                PackedTensor.bind(matrix.layout, shard[matrix.offset : matrix.end])
+                for matrix in self.shards.expert.matrices
+            )
+            if len(self._bound) >= MOST_BOUND:
+                self._bound.clear()
+            found = self._bound[address] = up, down
+        up, down = found
         if not self.experts.has_bias:
             return ExpertWeights(up, down)
         up_bias = getattr(self.experts, f"{self.up_name}_bias")[index]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import rms_norm
 from transformers import PreTrainedModel
 
 from ...quant.matmul.matmul import ParallelMatmul
+from ...quant.matmul.steps import NormWeight
 from ...quant.scratch import TILE
 from ...quant.tensor import PackedTensor
 
@@ -144,6 +147,54 @@ def is_row_wise_norm(module: nn.Module) -> bool:
     ):
         return False
     return all(parameter.dim() == 1 for parameter in module.parameters())
+
+
+def fuse_norms(model: nn.Module) -> int:
+    """Makes every plain RMSNorm of `model` one kernel of a device, where transformers' are eight; returns how many.
+
+    Each row is then rounded once, behind its weights, which have the dtype of what is computed.
+    """
+    # Gated norms take more than rows.
+    rows_alone = [module for module in model.modules() if len(signature(module.forward).parameters) == 1]
+    norms = [module for module in rows_alone if is_row_wise_norm(module)]
+    found = [(norm, same) for norm in norms if (same := as_rms_norm(norm)) and not same.plus_one]
+    for norm, same in found:
+        norm.forward = _by_one_kernel(norm.forward, same)
+    return len(found)
+
+
+def _by_one_kernel(norm: Callable[..., torch.Tensor], same: NormWeight) -> Callable[..., torch.Tensor]:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        # With weights of another dtype torch falls back to several kernels, and gives the dtype of both.
+        return norm(x) if x.dtype != same.weight.dtype else rms_norm(x, same.weight.shape, same.weight, same.eps)
+
+    return forward
+
+
+def as_rms_norm(norm: nn.Module) -> NormWeight | None:
+    """The weight and the epsilon with which a row-wise norm is an RMSNorm; None where it is another norm."""
+    weight: torch.Tensor | None = getattr(norm, "weight", None)
+    eps = next(
+        (value for name in ("variance_epsilon", "eps") if (value := getattr(norm, name, None)) is not None), None
+    )
+    if weight is None or eps is None:
+        return None
+    x = torch.randn(4, weight.numel(), generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
+    expected = norm(x).double()
+    plain = x.double() * (x.double().square().mean(-1, keepdim=True) + eps).rsqrt()
+    for plus_one in (False, True):
+        if close(plain * (weight.double() + plus_one), expected):
+            return NormWeight(weight.detach(), float(eps), plus_one)
+    return None
+
+
+# The relative L2 distance that rounding to bfloat16 may make.
+TOLERANCE = 0.02
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether numbers differ by no more than rounding; NaN differs."""
+    return bool((actual.double() - expected.double()).norm() <= TOLERANCE * expected.double().norm())
 
 
 def _in_pieces(norm: Callable[..., torch.Tensor], most: int) -> Callable[..., torch.Tensor]:

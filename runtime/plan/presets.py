@@ -59,18 +59,19 @@ LAUNCH_S = SLOWER * 2.2e-6 + 5e-6
 CALL_S = 1.2e-6
 # Launches of a layer with streamed experts, of prompts (some 20 of them copy) and of decoding tokens alone; those where
 # torch computes attention; and of a pass beside its layers (tests/device/host_cost.json).
-LAYER_LAUNCHES, DECODE_LAUNCHES, TORCH_LAUNCHES, TORCH_DECODE_LAUNCHES, PASS_LAUNCHES = 116, 95, 329, 219, 37
+LAYER_LAUNCHES, DECODE_LAUNCHES, TORCH_LAUNCHES, TORCH_DECODE_LAUNCHES, PASS_LAUNCHES = 77, 56, 290, 180, 30
 # An expert that torch computes: aten's operations of its two products, of int8 and nf4 (int4's are 24).
 EXPERT_LAUNCHES = 12
-# An expert that streams, in groups of four, as they are when the host is what passes wait for: cache, order, lane 26 us
-# and a quarter of a grouped product's 50 us (`python -m bench.host_cost --lane cuda`, Zen 5); calls, of which five end
-# events (bench/test_host_cost.py); and a quarter of two launches by Triton, three uploads and an allocation.
-ARRIVAL_CALLS = 24
-ARRIVAL_S = SLOWER * (26e-6 + 50e-6 / 4) + ARRIVAL_CALLS * CALL_S + (2 * 18e-6 + 4 * 5e-6) / 4
+# An expert that streams, in runs of eight, which are one copy and one grouped product: cache, order, lane 20 us and an
+# eighth of a product's 50 us (`python -m bench.host_cost --lane cuda`, Zen 5); calls, of which less than one ends an
+# event (bench/test_host_cost.py); and an eighth of two launches by Triton, an upload and an allocation.
+ARRIVAL_CALLS = 3
+ARRIVAL_S = SLOWER * (20e-6 + 50e-6 / 8) + ARRIVAL_CALLS * CALL_S + (2 * 18e-6 + 2 * 5e-6) / 8
 # A sequence in a pass: engine and text 10 us, tables of pages 15 us (Zen 5).
 SEQUENCE_S = SLOWER * 25e-6
-# Operations of a tile of the sampler whose rows are drawn from the best k, and the logits of a tile (Sampler).
-SAMPLER_LAUNCHES, SAMPLER_LOGITS = 62, SAMPLER_NBYTES // 96
+# Operations of a tile of the sampler whose rows are drawn, the logits of a tile, and the operations behind all tiles
+# (Sampler).
+SAMPLER_LAUNCHES, SAMPLER_LOGITS, DRAW_LAUNCHES = 14, SAMPLER_NBYTES // 16, 68
 # What nobody can count to more than nothing.
 _NOTHING = 1e-12
 OVERHEADS = Overheads(
@@ -86,7 +87,8 @@ OVERHEADS = Overheads(
 def beside_layers_s(rows: float, vocab: int) -> float:
     """Seconds of the host beside a pass's layers: what every pass starts, and what draws a token for each of `rows`,
     tile by tile."""
-    return (PASS_LAUNCHES + rows / max(1, SAMPLER_LOGITS // vocab) * SAMPLER_LAUNCHES) * LAUNCH_S
+    drawing = DRAW_LAUNCHES + rows / max(1, SAMPLER_LOGITS // vocab) * SAMPLER_LAUNCHES if rows else 0
+    return (PASS_LAUNCHES + drawing) * LAUNCH_S
 
 
 def layer_share(prompts: bool, by_torch: bool) -> float:

@@ -145,7 +145,9 @@ def choose(logits: Tensor, settings: SamplerColumns) -> Tensor:
     """
     vocab_size = logits.shape[-1]
     peak, distances = below_peak(logits)
-    mass = _unfiltered_mass(distances, settings)
+    unfiltered, mass = _unfiltered(settings, vocab_size), torch.full_like(settings.uniform, _UNKNOWN)
+    if unfiltered.any():
+        mass = torch.where(unfiltered, total(weights(distances, settings.temperature, vocab_size)), mass)
     num_ranks = min(FIRST_RANKS, vocab_size)
     token_ids, found = _draw(first_keys(distances, num_ranks), mass, settings, vocab_size)
     beyond = (~found).nonzero().squeeze(-1)
@@ -157,18 +159,50 @@ def choose(logits: Tensor, settings: SamplerColumns) -> Tensor:
     return token_ids.masked_fill_(~peak.squeeze(-1).isfinite(), NO_TOKEN)
 
 
-def _unfiltered_mass(distances: Tensor, settings: SamplerColumns) -> Tensor:
-    """The weight of the whole row [R, 1] where top-k and min-p are off: no prefix of the ranks contains it."""
-    vocab_size = distances.shape[-1]
-    unfiltered = (settings.top_k >= vocab_size) & (settings.min_p == 0)
-    unknown = torch.full_like(settings.uniform, _UNKNOWN)
-    if not unfiltered.any():
-        return unknown
-    return torch.where(unfiltered, total(weights(distances, settings.temperature, vocab_size)), unknown)
+class Best(NamedTuple):
+    """The FIRST_RANKS largest logits of rows [R, N], or all, largest first, with their ids, and the weight of each
+    whole row [R, 1] where that was wanted. Of tokens that tie with the last one, any may be among them.
+    """
+
+    logits: Tensor
+    ids: Tensor
+    mass: Tensor | None
+
+    @classmethod
+    def of(cls, logits: Tensor, temperature: Tensor | None) -> Self:
+        """Of logits [R, V] of any dtype, neither copied nor sorted; `temperature` [R, 1] where masses are wanted."""
+        best, ids = logits.topk(min(FIRST_RANKS, logits.shape[-1]), dim=-1)
+        if temperature is None:
+            return cls(best, ids, None)
+        return cls(best, ids, total(weights(best[:, :1].float() - logits, temperature, logits.shape[-1])))
+
+    def draw(self, settings: SamplerColumns, vocab_size: int) -> tuple[Tensor, Tensor]:
+        """As `choose`: token ids [R], and whether they are the right ones [R]. Draws behind these ranks, or among
+        tokens that tie with the last of them, are not.
+        """
+        peak = self.logits[:, :1].float() + 0.0
+        distances = peak - self.logits
+        mass = torch.full_like(settings.uniform, _UNKNOWN)
+        if self.mass is not None:
+            mass = torch.where(_unfiltered(settings, vocab_size), self.mass, mass)
+        keys = pack_keys(distances, self.ids).sort(dim=-1).values
+        whole = distances.shape[-1] == vocab_size
+        known = None if whole else (distances < distances[:, -1:]).sum(dim=-1, keepdim=True)
+        token_ids, found = _draw(keys, mass, settings, vocab_size, known)
+        return token_ids.masked_fill_(~peak.squeeze(-1).isfinite(), NO_TOKEN), found
 
 
-def _draw(keys: Tensor, mass: Tensor, settings: SamplerColumns, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Token ids [R] drawn from the first N ranks [R, N], and whether N ranks were enough [R]."""
+def _unfiltered(settings: SamplerColumns, vocab_size: int) -> Tensor:
+    """Where top-k and min-p are off [R, 1]: no prefix of the ranks contains the mass of such a row."""
+    return (settings.top_k >= vocab_size) & (settings.min_p == 0)
+
+
+def _draw(
+    keys: Tensor, mass: Tensor, settings: SamplerColumns, vocab_size: int, known: Tensor | int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Token ids [R] drawn from the first N ranks [R, N], and whether these, of which `known` [R, 1] have the right id
+    (None: all), were enough [R].
+    """
     distances, ids = read_keys(keys)
     num_ranks = keys.shape[-1]
     each = weights(distances, settings.temperature, vocab_size).to(torch.float64)
@@ -184,7 +218,7 @@ def _draw(keys: Tensor, mass: Tensor, settings: SamplerColumns, vocab_size: int)
     # uniform * mass < mass also after rounding, since mass <= 2**53: the last rank can be drawn, none behind it.
     level = settings.uniform * torch.where(whole, mass, nucleus)
     rank = torch.searchsorted(cumulative, level, right=True)
-    found = (rank < num_ranks) & (whole | (nucleus_end < num_ranks))
+    found = (rank < (num_ranks if known is None else known)) & (whole | (nucleus_end < num_ranks))
     return ids.gather(-1, rank.clamp(max=num_ranks - 1)).squeeze(-1), found.squeeze(-1)
 
 
@@ -278,6 +312,8 @@ def forbid(logits: Tensor, bits: Tensor) -> None:
 # The most bytes of temporaries per logit of a tile: 55 on a CPU, when all rows need a full sort. The rest is for the
 # allocations of a device's sort.
 BYTES_PER_LOGIT = 96
+# The same where a device draws from the best of unchanged rows: a copy of a row, distances and weights.
+PLAIN_BYTES_PER_LOGIT = 16
 # Logits that are widened to fp32 at a time where only the largest is wanted: 1 MiB.
 CACHED_LOGITS = 1 << 18
 
@@ -335,8 +371,35 @@ class Sampler:
     ) -> NDArray[np.int64]:
         """The tokens of `rows`, tile by tile; each row has a draw, and a mask unless `bits` is None."""
         vocab_size = logits.shape[-1]
-        settings = None if all(draw.is_argmax for draw in draws) else _settings(draws, vocab_size).to(logits.device)
-        found = []
+        settings = None if all(draw.is_argmax for draw in draws) else _settings(draws, vocab_size)
+        if settings is not None and bits is None and logits.device.type != "cpu" and all(map(_is_plain, draws)):
+            return self._draw_plain(logits, rows, draws, settings)
+        return self._draw_tiles(logits, rows, draws, settings, bits)
+
+    def _draw_plain(
+        self, logits: Tensor, rows: list[int], draws: Sequence[Draw], settings: Tensor
+    ) -> NDArray[np.int64]:
+        """The tokens of rows whose logits nothing changes, on a device: few large tiles, and one wait for all."""
+        vocab_size, every = logits.shape[-1], len(rows) == len(logits)
+        whole_rows = bool(_unfiltered(SamplerColumns(*settings), vocab_size).any())
+        columns, found = SamplerColumns(*settings.to(logits.device)), []
+        for part in self._tiles(len(rows), vocab_size, PLAIN_BYTES_PER_LOGIT):
+            tile = logits[part] if every else logits[torch.tensor(rows[part], device=logits.device)]
+            found.append(Best.of(tile, columns.temperature[part] if whole_rows else None))
+        best, ids, masses = zip(*found, strict=True)
+        together = Best(torch.cat(best), torch.cat(ids), torch.cat(masses) if whole_rows else None)
+        drawn: NDArray[np.int64]
+        drawn, enough = torch.stack(together.draw(columns, vocab_size)).cpu().numpy()
+        if len(beyond := np.flatnonzero(enough == 0)):
+            others, theirs = [rows[row] for row in beyond], [draws[row] for row in beyond.tolist()]
+            drawn[beyond] = self._draw_tiles(logits, others, theirs, settings[:, beyond], None)
+        return drawn
+
+    def _draw_tiles(
+        self, logits: Tensor, rows: list[int], draws: Sequence[Draw], settings: Tensor | None, bits: Tensor | None
+    ) -> NDArray[np.int64]:
+        vocab_size, found = logits.shape[-1], []
+        settings = None if settings is None else settings.to(logits.device)
         for part in self._tiles(len(rows), vocab_size):
             tile = _copy_rows(logits, rows[part])
             if bits is not None:
@@ -362,8 +425,8 @@ class Sampler:
             logprobs.update(zip(rows[part], token_logprobs(_copy_rows(logits, rows[part]), chosen, nums), strict=True))
         return logprobs
 
-    def _tiles(self, num_rows: int, vocab_size: int) -> Iterator[slice]:
-        per_tile = max(1, self.scratch_nbytes // (BYTES_PER_LOGIT * vocab_size))
+    def _tiles(self, num_rows: int, vocab_size: int, each: int = BYTES_PER_LOGIT) -> Iterator[slice]:
+        per_tile = max(1, self.scratch_nbytes // (each * vocab_size))
         return (slice(start, start + per_tile) for start in range(0, num_rows, per_tile))
 
 
@@ -387,6 +450,11 @@ def _argmax_of(logits: NDArray[np.float32]) -> NDArray[np.int64]:
 def _copy_rows(logits: Tensor, rows: list[int]) -> Tensor:
     """A copy of some rows, in fp32."""
     return logits.index_select(0, torch.tensor(rows, device=logits.device)).float()
+
+
+def _is_plain(draw: Draw) -> bool:
+    """Whether nothing changes the logits that a token is drawn from."""
+    return not (draw.params.logit_bias or draw.forbidden or draw.params.penalised)
 
 
 def _settings(draws: Sequence[Draw], vocab_size: int) -> Tensor:

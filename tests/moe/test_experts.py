@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moedge.moe import expert as moe_groups
 from moedge.moe.expected_rows import padded_rows
 from moedge.moe.expert import (
     ExpertBody,
@@ -53,18 +52,10 @@ def test_every_assignment_has_one_row_of_its_expert(tokens: int, per_token: int,
     assert groups.wanted == sorted(set(expert_ids.reshape(-1).tolist()))
 
 
-@pytest.mark.parametrize(("tokens", "per_token", "experts"), [(1, 1, 1), (1, 8, 64), (7, 3, 5), (8, 8, 8), (0, 2, 4)])
-def test_few_assignments_are_grouped_as_many_are(
-    tokens: int, per_token: int, experts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expert_ids = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(3)).argsort(1)[:, :per_token]
-    few = group_by_expert(expert_ids, experts)
-    monkeypatch.setattr(moe_groups, "FEW_ASSIGNMENTS", -1)
-    many = group_by_expert(expert_ids, experts)
-    assert (few.counts, few.offsets) == (many.counts, many.offsets)
-    for one, other in ((few.token_ids, many.token_ids), (few.assignment_rows, many.assignment_rows)):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other)
+def test_no_token_has_no_row() -> None:
+    groups = group_by_expert(torch.zeros(0, 2, dtype=torch.int64), 4)
+    assert (groups.counts, groups.offsets) == ([0] * 4, (0,) * 5)
+    assert (len(groups.token_ids), len(groups.assignment_rows)) == (0, 0)
 
 
 def test_combine_undoes_the_sort_and_weighs() -> None:

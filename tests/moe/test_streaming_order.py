@@ -25,7 +25,7 @@ def serve(queue: ExpertFetchQueue, turn: int, most: int) -> list[int]:
             assert each.layer == turn % LAYERS
             found.append(each.expert)
         for _, arrival in together:
-            queue.done(arrival)
+            queue.done([arrival])
     return found
 
 

@@ -31,10 +31,8 @@ from ...attention.protocol import AttentionCall
 from ...shape.read import is_router
 from ..attention_seam import PackedPass
 from ..experts_seam import RESCALE, PackedExperts
-from ..weights_seam import PackedLinear, is_row_wise_norm
+from ..weights_seam import PackedLinear, as_rms_norm, close, is_row_wise_norm
 
-# The relative L2 distance that rounding to bfloat16 may make.
-TOLERANCE = 0.02
 # The kernels read this many elements at a time.
 _MULTIPLE = 32
 
@@ -149,19 +147,8 @@ def _has_only(module: nn.Module, known: Sequence[nn.Module | None]) -> bool:
 
 def _norm_weight(norm: nn.Module) -> NormWeight | None:
     """What the kernels need to compute the same as an RMSNorm; None where it is another norm."""
-    weight: torch.Tensor | None = getattr(norm, "weight", None)
-    eps = next(
-        (value for name in ("variance_epsilon", "eps") if (value := getattr(norm, name, None)) is not None), None
-    )
-    if weight is None or eps is None or weight.dtype != torch.bfloat16 or weight.numel() % _MULTIPLE:
-        return None
-    x = torch.randn(4, weight.numel(), generator=torch.Generator().manual_seed(0)).bfloat16()
-    expected = norm(x).double()
-    plain = x.double() * (x.double().square().mean(-1, keepdim=True) + eps).rsqrt()
-    for plus_one in (False, True):
-        if close(plain * (weight.double() + plus_one), expected):
-            return NormWeight(weight.detach(), float(eps), plus_one)
-    return None
+    found = as_rms_norm(norm)
+    return None if found is None or found.weight.dtype != torch.bfloat16 or found.weight.numel() % _MULTIPLE else found
 
 
 def _choice(router: nn.Module) -> tuple[int, bool] | None:
@@ -180,11 +167,6 @@ def _choice(router: nn.Module) -> tuple[int, bool] | None:
         return None
     totals = scores.double().sum(-1)
     return ids.shape[1], close(totals, torch.ones_like(totals))
-
-
-def close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether numbers differ by no more than rounding; NaN differs."""
-    return bool((actual.double() - expected.double()).norm() <= TOLERANCE * expected.double().norm())
 
 
 class LayerArguments(TypedDict):

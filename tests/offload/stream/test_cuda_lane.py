@@ -33,7 +33,7 @@ def lane_of(simulator: ModuleType, machine: Any, nbytes: int, pin_limit: float =
 
 def test_a_copy_does_not_block_and_is_there_after_the_wait(simulator: ModuleType, machine: Any) -> None:
     lane, host, memory = lane_of(simulator, machine, 8 * ALIGNMENT)
-    ready = lane.start(Shard("s", 2 * ALIGNMENT, 3 * ALIGNMENT), Slot(ALIGNMENT, 2 * ALIGNMENT), None)
+    ready = lane.start([(Shard("s", 2 * ALIGNMENT, 3 * ALIGNMENT), Slot(ALIGNMENT, 2 * ALIGNMENT))], None)
     assert set(memory.cells) == {None}
     assert not ready.query()
     lane.wait(ready)
@@ -47,7 +47,7 @@ def test_a_copy_does_not_block_and_is_there_after_the_wait(simulator: ModuleType
 def test_every_use_has_an_event_of_its_own(simulator: ModuleType, machine: Any) -> None:
     lane, _, _ = lane_of(simulator, machine, 8 * ALIGNMENT)
     slot = Slot(0, ALIGNMENT)
-    events = [lane.start(Shard("s", ALIGNMENT, 0), slot, None) for _ in range(3)]
+    events = [lane.start([(Shard("s", ALIGNMENT, 0), slot)], None) for _ in range(3)]
     events += [lane.mark_used() for _ in range(3)]
     assert len({id(event) for event in events}) == 6
 
@@ -62,7 +62,7 @@ def test_a_copy_is_cut_where_registrations_meet(simulator: ModuleType, machine: 
 
 def test_close_waits_for_copies_and_for_compute(simulator: ModuleType, machine: Any) -> None:
     lane, host, memory = lane_of(simulator, machine, 4 * ALIGNMENT)
-    lane.start(Shard("s", 4 * ALIGNMENT, 0), Slot(0, 4 * ALIGNMENT), None)
+    lane.start([(Shard("s", 4 * ALIGNMENT, 0), Slot(0, 4 * ALIGNMENT))], None)
     computed: list[int] = []
     machine.compute.steps.append(lambda: computed.append(1))
     lane.close()

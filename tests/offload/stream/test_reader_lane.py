@@ -234,7 +234,7 @@ def test_the_second_waiter_hears_of_a_failure_too() -> None:
     shard = schedule()[0]
     slot = Ring(9 * ALIGNMENT).try_reserve(shard.nbytes)
     assert slot is not None
-    fetch = lane.start(shard, slot, None)
+    fetch = lane.start([(shard, slot)], None)
 
     def wait_directly() -> None:
         with pytest.raises(StreamBroken, match="stopped by a watchdog"):
@@ -331,7 +331,7 @@ def test_a_reader_waits_for_the_mark_of_its_place() -> None:
     source = Interrupted(lambda index: None)
     stream, _ = open_stream(source, pages=3, shards=schedule()[:1])
     arrival, point = stream.next(), Point()
-    stream.done(arrival, point)
+    stream.done(arrival, used=point)
     stream.ask(arrival.shard)
     assert source.num_reads == 2
     assert not stream.is_ready()
@@ -347,9 +347,9 @@ def test_bytes_outside_the_memory_or_between_pages_are_refused() -> None:
     slot = Ring(4 * ALIGNMENT).try_reserve(3 * ALIGNMENT)
     assert slot is not None
     with pytest.raises(ValueError, match="is outside"):
-        lane.start(Shard("s", 3 * ALIGNMENT, 0), slot, None)
+        lane.start([(Shard("s", 3 * ALIGNMENT, 0), slot)], None)
     with pytest.raises(ValueError, match="multiple of 4096"):
-        lane.start(Shard("s", 10, 10), slot, None)
+        lane.start([(Shard("s", 10, 10), slot)], None)
     lane.close()
 
 
@@ -383,9 +383,9 @@ def test_parts_at_any_offset_are_gathered_and_leave_the_rest_as_it_is(shift: int
         for part in parts:
             crc = zlib.crc32(CONTENT[part.offset : part.offset + part.nbytes], crc)
         shard = Shard("parts", at, 0, path, crc, tuple(parts))
-        lane.wait(lane.start(shard, Slot(ALIGNMENT + shift, at), None))
+        lane.wait(lane.start([(shard, Slot(ALIGNMENT + shift, at))], None))
         assert memory == expected
     wrong = Shard("parts", at, 0, path, crc ^ 1, tuple(parts))
     with pytest.raises(StreamBroken, match="download the checkpoint again"):
-        lane.wait(lane.start(wrong, Slot(ALIGNMENT, at), None))
+        lane.wait(lane.start([(wrong, Slot(ALIGNMENT, at))], None))
     lane.close()

@@ -4,7 +4,7 @@ from types import ModuleType
 
 import pytest
 
-from moedge.offload.stream.stream import ALIGNMENT, Ring, Shard, ShardStream, Slot, StreamBroken, SyncPoint
+from moedge.offload.stream.stream import ALIGNMENT, Ring, Run, Shard, ShardStream, StreamBroken, SyncPoint
 
 SOURCE = bytes(range(256)) * 4096
 
@@ -19,6 +19,8 @@ class Copied:
 class MemoryLane:
     """Copies at once and writes down what it was asked for."""
 
+    most_together = 1
+
     def __init__(self, memory: bytearray) -> None:
         self.memory = memory
         self.started: list[str] = []
@@ -28,7 +30,8 @@ class MemoryLane:
         self.seconds_waited = 0.0
         self.seconds_busy = 0.0
 
-    def start(self, shard: Shard, slot: Slot, after: SyncPoint | None) -> Copied:
+    def start(self, run: Run, after: SyncPoint | None) -> Copied:
+        ((shard, slot),) = run
         self.memory[slot.offset : slot.end] = SOURCE[shard.offset : shard.offset + shard.nbytes]
         self.started.append(shard.name)
         self.after.append(after)
@@ -83,7 +86,7 @@ def test_a_place_given_back_is_filled_again_at_once_after_its_mark() -> None:
     stream.ask(*shards(2, 2), *shards(2, 2))
     first = stream.next()
     point = Point()
-    stream.done(first, point)
+    stream.done(first, used=point)
     assert lane.started == ["s0", "s1", "s0"]
     assert lane.after == [None, None, point]
 

@@ -27,7 +27,7 @@ from moedge.runtime.plan.presets import SHARED_HEADS
 from moedge.runtime.plan.rates import Curve
 from moedge.runtime.sampling.draw import Draw
 from moedge.runtime.sampling.params import SequenceSampling
-from moedge.runtime.sampling.sampler import BYTES_PER_LOGIT, Sampler
+from moedge.runtime.sampling.sampler import PLAIN_BYTES_PER_LOGIT, Sampler, _settings
 from support.plans_page import ROOT, machine
 
 VIEWS = {
@@ -60,16 +60,19 @@ class Counted(TorchDispatchMode):
 def test_a_tile_of_the_sampler_starts_as_many_kernels() -> None:
     sampler, vocab = Sampler(SAMPLER_NBYTES), 32000
     rows = presets.SAMPLER_LOGITS // vocab
-    assert sampler.scratch_nbytes // BYTES_PER_LOGIT == presets.SAMPLER_LOGITS
-    draw = Draw(SequenceSampling(16, temperature=0.6, top_p=0.95, top_k=20), 0, 3)
+    assert sampler.scratch_nbytes // PLAIN_BYTES_PER_LOGIT == presets.SAMPLER_LOGITS
+    draw = Draw(SequenceSampling(16, temperature=0.6, top_p=0.95), 0, 3)
     found = []
     for tiles in (1, 2):
+        # As where a few tokens have nearly all the mass.
+        logits, draws = 9 * torch.randn(tiles * rows, vocab).bfloat16(), [draw] * tiles * rows
         with torch.inference_mode(), Counted() as counted:
-            sampler.sample(torch.randn(tiles * rows, vocab).bfloat16(), [draw] * tiles * rows)
+            sampler._draw_plain(logits, list(range(len(draws))), draws, _settings(draws, vocab))
         found.append(counted.launches)
     assert found[1] - found[0] == pytest.approx(presets.SAMPLER_LAUNCHES, abs=2)
+    assert found[1] - 2 * presets.SAMPLER_LAUNCHES == pytest.approx(presets.DRAW_LAUNCHES, abs=4)
     both = presets.beside_layers_s(2 * rows, vocab) - presets.beside_layers_s(0, vocab)
-    assert both == pytest.approx(2 * presets.SAMPLER_LAUNCHES * presets.LAUNCH_S)
+    assert both == pytest.approx((2 * presets.SAMPLER_LAUNCHES + presets.DRAW_LAUNCHES) * presets.LAUNCH_S)
 
 
 def test_layers_and_passes_start_as_many_kernels() -> None:
@@ -86,7 +89,7 @@ def test_layers_and_passes_start_as_many_kernels() -> None:
             assert layer == pytest.approx(presets.layer_share(prompts, by_torch) * presets.LAYER_LAUNCHES)
             assert beside == presets.PASS_LAUNCHES or by_torch
         assert launches("held", kind)[1] == presets.PASS_LAUNCHES
-        assert launches("held", kind)[0] == pytest.approx(launches("all", kind)[0], rel=0.06)
+        assert launches("held", kind)[0] == pytest.approx(launches("all", kind)[0], rel=0.1)
 
 
 def _measured() -> Iterator[tuple[str, float, float]]:

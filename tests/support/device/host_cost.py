@@ -25,6 +25,7 @@ from moedge.quant.kernels.product import Launch
 from moedge.runtime.attention.triton_backend import FreshAttention
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.loading.engine_loader import load_engine
+from moedge.runtime.model import weights_seam
 from moedge.runtime.model.experts_seam import PackedExperts
 from moedge.runtime.weights.key_offsets import KeyOffsets
 
@@ -305,7 +306,7 @@ def steady(costs: HostCost) -> Iterator[None]:
     """Leaves nothing to chance or to the processor: routing, the order of arrivals, measured gaps.
 
     Tokens choose experts in turn. Experts that stream arrive one by one, as they do where the link binds. torch's flash
-    attention for ragged batches, which no processor has, is one launch.
+    attention for ragged batches, which no processor has, is one launch, and so is its RMSNorm.
     """
     forward = PackedExperts.forward
 
@@ -322,7 +323,13 @@ def steady(costs: HostCost) -> Iterator[None]:
         with costs.paused():
             return FreshAttention(None).attend(call, q, k, v, fresh)
 
+    def fused(x: torch.Tensor, *others: Any) -> torch.Tensor:
+        costs.add("launches", "_fused_rms_norm")
+        with costs.paused():
+            return torch.nn.functional.rms_norm(x, *others)
+
     with (
+        patch.object(weights_seam, "rms_norm", fused),
         patch.object(PackedExperts, "forward", routed),
         patch.object(FreshAttention, "_flash", ragged),
         patch.object(ShardStream, "is_ready", lambda self: False),

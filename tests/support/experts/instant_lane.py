@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from moedge.moe.streaming_order import ExpertFetchQueue
-from moedge.offload.stream.stream import ALIGNMENT, Ring, Shard, ShardKey, ShardStream, Slot, SyncPoint
+from moedge.offload.stream.stream import ALIGNMENT, Ring, Run, Shard, ShardKey, ShardStream, SyncPoint
 
 
 class Copied:
@@ -16,6 +16,7 @@ class Copied:
 class InstantLane:
     """Its bytes are `number` of an expert."""
 
+    most_together = 1
     nbytes_moved = 0
     seconds_waited = 0.0
     seconds_busy = 0.0
@@ -24,7 +25,8 @@ class InstantLane:
         self.memory = memory
         self.started: list[str] = []
 
-    def start(self, shard: Shard, slot: Slot, after: SyncPoint | None) -> Copied:
+    def start(self, run: Run, after: SyncPoint | None) -> Copied:
+        ((shard, slot),) = run
         self.memory[slot.offset : slot.end] = shard.offset
         self.started.append(shard.name)
         return Copied()

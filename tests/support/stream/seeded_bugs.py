@@ -9,7 +9,7 @@ from typing import Any
 
 from moedge.offload.stream.cuda_lane import CudaLane, Event, Relay, StagedLane
 from moedge.offload.stream.reader_lane import Fetch
-from moedge.offload.stream.stream import Arrival, Ring, Shard, ShardPart, ShardStream, Slot, SyncPoint
+from moedge.offload.stream.stream import Arrival, Ring, Run, Shard, ShardPart, ShardStream, Slot, SyncPoint
 from support.stream.simulator import Deadlock, Parts, Race, Readers, run
 
 
@@ -150,9 +150,9 @@ class WrongBytes(CudaLane):
 class NoMark(ShardStream[Any]):
     """the stream forgets used marks"""
 
-    def done(self, arrival: Arrival[Any], used: SyncPoint | None = None) -> None:
+    def done(self, *arrivals: Arrival[Any], used: SyncPoint | None = None) -> None:
         self.lane.mark_used = lambda: None  # type: ignore[method-assign]
-        super().done(arrival)
+        super().done(*arrivals)
 
 
 class MarkOnArrival(ShardStream[Any]):
@@ -165,8 +165,8 @@ class MarkOnArrival(ShardStream[Any]):
         self.mark = self.lane.mark_used()
         return arrival
 
-    def done(self, arrival: Arrival[Any], used: SyncPoint | None = None) -> None:
-        super().done(arrival, used or self.mark)
+    def done(self, *arrivals: Arrival[Any], used: SyncPoint | None = None) -> None:
+        super().done(*arrivals, used=used or self.mark)
 
 
 class StaleMark(ShardStream[Any]):
@@ -174,9 +174,9 @@ class StaleMark(ShardStream[Any]):
 
     stale: SyncPoint | None = None
 
-    def done(self, arrival: Arrival[Any], used: SyncPoint | None = None) -> None:
+    def done(self, *arrivals: Arrival[Any], used: SyncPoint | None = None) -> None:
         before, self.stale = self.stale, used or self.lane.mark_used()
-        super().done(arrival, before or self.stale)
+        super().done(*arrivals, used=before or self.stale)
 
 
 class FirstMark(ShardStream[Any]):
@@ -184,17 +184,18 @@ class FirstMark(ShardStream[Any]):
 
     first: SyncPoint | None = None
 
-    def done(self, arrival: Arrival[Any], used: SyncPoint | None = None) -> None:
+    def done(self, *arrivals: Arrival[Any], used: SyncPoint | None = None) -> None:
         self.first = self.first or used or self.lane.mark_used()
-        super().done(arrival, self.first)
+        super().done(*arrivals, used=self.first)
 
 
 class ReleaseBeforeMark(ShardStream[Any]):
     """copies are started into a released slot before its mark is taken"""
 
-    def done(self, arrival: Arrival[Any], used: SyncPoint | None = None) -> None:
-        self._live.popleft()
-        self.ring.release(arrival.slot)
+    def done(self, *arrivals: Arrival[Any], used: SyncPoint | None = None) -> None:
+        for arrival in arrivals:
+            self._live.popleft()
+            self.ring.release(arrival.slot)
         self._run_ahead()
         self._used = used or self.lane.mark_used()
 
@@ -207,7 +208,7 @@ class ReleaseOnArrival(ShardStream[Any]):
         self.ring.release(arrival.slot)
         return arrival
 
-    def done(self, arrival: Arrival[Any], used: SyncPoint | None = None) -> None:
+    def done(self, *arrivals: Arrival[Any], used: SyncPoint | None = None) -> None:
         self._live.popleft()
         self._used = used or self.lane.mark_used()
         self._run_ahead()
@@ -216,12 +217,36 @@ class ReleaseOnArrival(ShardStream[Any]):
 class ReleaseAll(ShardStream[Any]):
     """giving one arrival back releases all that are held"""
 
-    def done(self, arrival: Arrival[Any], used: SyncPoint | None = None) -> None:
-        if arrival in self._live:
+    def done(self, *arrivals: Arrival[Any], used: SyncPoint | None = None) -> None:
+        if arrivals[0] in self._live:
             self._used = used or self.lane.mark_used()
             while self._live:
                 self.ring.release(self._live.popleft().slot)
             self._run_ahead()
+
+
+class AnyRun(ShardStream[Any]):
+    """one copy brings shards together between which others lie"""
+
+    def _continues(self, run: Run, shard: Shard, slot: Slot) -> bool:
+        first, begin = run[0]
+        return first.file is shard.file is None and shard.offset - first.offset >= slot.offset - begin.offset > 0
+
+
+class FirstOfARun(CudaLane):
+    """of a run only the first shard is copied"""
+
+    def start(self, run: Run, after: SyncPoint | None) -> Event:
+        return super().start(run[:1], after)
+
+
+class WaitOnce(ShardStream[Any]):
+    """compute waits for the first copy of all"""
+
+    def next(self) -> Arrival[Any]:
+        arrival = super().next()
+        self.lane.wait = lambda ready: None  # type: ignore[method-assign]
+        return arrival
 
 
 class NoWait(ShardStream[Any]):
@@ -449,11 +474,11 @@ class HostAskedTwice(StagedLane):
 class HostNotAsked(StagedLane):
     """the disk is asked for a shard only when the one before it has been passed on"""
 
-    def start(self, shard: Shard, slot: Slot, after: SyncPoint | None) -> Relay:
+    def start(self, run: Run, after: SyncPoint | None) -> Relay:
         asked = self._host.ask
         if self._waiting:
             self._host.ask = lambda *shards: None  # type: ignore[method-assign]
-        relay = super().start(shard, slot, after)
+        relay = super().start(run, after)
         self._host.ask = asked  # type: ignore[method-assign]
         return relay
 
@@ -463,7 +488,7 @@ class HostFreeAtOnce(StagedLane):
 
     def _pass_on(self) -> None:
         done = self._host.done
-        self._host.done = lambda arrival, used: done(arrival)  # type: ignore[method-assign]
+        self._host.done = lambda *arrivals, used: done(*arrivals, used=None)  # type: ignore[method-assign]
         super()._pass_on()
         self._host.done = done  # type: ignore[method-assign]
 
@@ -473,7 +498,7 @@ class HostFreeAtCompute(StagedLane):
 
     def _pass_on(self) -> None:
         done = self._host.done
-        self._host.done = lambda arrival, used: done(arrival, self._direct.mark_used())  # type: ignore[method-assign]
+        self._host.done = lambda *arrivals, used: done(*arrivals, used=self._direct.mark_used())  # type: ignore[method-assign]
         super()._pass_on()
         self._host.done = done  # type: ignore[method-assign]
 
@@ -481,8 +506,8 @@ class HostFreeAtCompute(StagedLane):
 class NoAfterOnDevice(StagedLane):
     """a staged copy does not wait for the compute that reads its slot on the device"""
 
-    def start(self, shard: Shard, slot: Slot, after: SyncPoint | None) -> Relay:
-        return super().start(shard, slot, after if self._is_direct(shard) else None)
+    def start(self, run: Run, after: SyncPoint | None) -> Relay:
+        return super().start(run, after if self._is_direct(run[0][0]) else None)
 
 
 class WaitsForNothing(StagedLane):
@@ -548,12 +573,13 @@ BUGS = [
         "device", lambda kind: Parts(copies=kind),
         NoReadyWait, NoUsedWait, EarlyReady, ReadyBetween, ReadyOnCompute, UsedOnSide, UsedNotRecorded, SideWaits,
         ComputeWaits, WaitsTooLate, PreviousReady, SharedUsed, NewSideEachTime, CloseWithoutSide, CloseWithoutCompute,
-        WrongBytes,
+        WrongBytes, FirstOfARun,
     ),
     *_bugs(
         "device", lambda kind: Parts(stream=kind),
         NoMark, MarkOnArrival, StaleMark, FirstMark, ReleaseBeforeMark, ReleaseOnArrival, ReleaseAll, NoWait,
         PreviousCopy, CloseKeepsMoving, RecallBegun, RecallForgets, RecallOne, AskFirst, SkipTheLarge, UsedOnlyAtOnce,
+        AnyRun, WaitOnce,
     ),
     *_bugs(
         "host", lambda kind: Parts(stream=kind), ReleaseOnArrival, ReleaseAll, NoWait, PreviousCopy, CloseKeepsMoving
