@@ -48,6 +48,15 @@ class EvalCommand(options.EngineOptions, options.StreamingOptions, options.SeedO
             "Write lm-eval's results to this file.", flags=("--json",), takes=option.Takes.OWN_FILE, common=True
         ),
     ]
+    log_samples: Annotated[
+        Path | None,
+        option.Option(
+            "Write prompts, answers and scores here: samples_TASK.jsonl of each task.",
+            takes=option.Takes.FOLDER,
+            metavar="FOLDER",
+            common=True,
+        ),
+    ]
 
 
 @command(EvalCommand)
@@ -99,12 +108,24 @@ def _evaluate(model: str, include_path: Path | None, given: EvalCommand) -> None
                 limit=given["limit"],
                 num_fewshot=given["num_fewshot"],
                 apply_chat_template=given["apply_chat_template"],
+                log_samples=given["log_samples"] is not None,
             )
+    samples = found.pop("samples", {})
     print(make_table(found))
     if found.get("groups"):
         print(make_table(found, "groups"))
     if given["as_json"] is not None:
         given["as_json"].write_text(results_json(found))
+    if given["log_samples"] is not None:
+        write_samples(given["log_samples"], samples)
+
+
+def write_samples(folder: Path, samples: Mapping[str, Any]) -> None:
+    """What lm-eval keeps of each document, by task: a line of JSON of its fields (`doc`, `arguments`, `resps`, ...)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for task, each in samples.items():
+        lines = (json.dumps(_plain(one), ensure_ascii=False, allow_nan=False) + "\n" for one in each)
+        (folder / f"samples_{task}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
 def results_json(found: Mapping[str, Any]) -> str:

@@ -204,9 +204,10 @@ def task_manager(tasks: Sequence[str], folder: Path | None = None, *, defaults: 
 
 
 def evaluate(lm: MoedgeLM, tasks: Sequence[str], manager: Any, **options: Any) -> dict[str, Any]:
-    """lm-eval's results of `tasks`, without the answers; `options` are those of its `simple_evaluate`."""
+    """lm-eval's results of `tasks`; `options` are those of its `simple_evaluate`, by default without the answers."""
     from lm_eval import simple_evaluate
 
     names = manager.match_tasks(list(tasks))
-    found: dict[str, Any] = simple_evaluate(lm, tasks=names, task_manager=manager, log_samples=False, **options)
+    options = {"log_samples": False, **options}
+    found: dict[str, Any] = simple_evaluate(lm, tasks=names, task_manager=manager, **options)
     return found

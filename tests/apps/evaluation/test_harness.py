@@ -14,7 +14,7 @@ import torch
 os.environ |= {"HF_DATASETS_OFFLINE": "1", "HF_EVALUATE_OFFLINE": "1"}
 
 from moedge import LLM, MoedgeLM
-from moedge.apps.evaluation.command import results_json
+from moedge.apps.evaluation.command import results_json, write_samples
 from moedge.apps.evaluation.harness import evaluate, task_manager
 from moedge.runtime.settings.errors import BadArgument
 from moedge.runtime.settings.options import LLMOptions
@@ -77,6 +77,22 @@ def test_the_file_of_results_fits_its_schema(lm: MoedgeLM) -> None:
     found["results"]["last_word"]["perplexity_stderr,none"] = float("nan")
     schema = json.loads((ROOT / "docs/schemas/eval-1.json").read_text())
     jsonschema.validate(json.loads(results_json(found), parse_constant=pytest.fail), schema)
+
+
+def test_samples_are_those_that_lm_eval_keeps(lm: MoedgeLM, tmp_path: Path) -> None:
+    tasks = ["last_word", "continue_verse"]
+    manager = task_manager(tasks, ROOT / "examples/evaluation", defaults=False)
+    found = evaluate(lm, tasks, manager, limit=2, bootstrap_iters=0, log_samples=True)
+    write_samples(tmp_path / "new" / "folder", found["samples"])
+    written = {path.name: path.read_text().splitlines() for path in (tmp_path / "new" / "folder").iterdir()}
+    assert written.keys() == {f"samples_{task}.jsonl" for task in tasks}
+    for task in tasks:
+        kept = [json.loads(line) for line in written[f"samples_{task}.jsonl"]]
+        assert [one["doc_id"] for one in kept] == [0, 1]
+        for line, one in zip(kept, found["samples"][task], strict=True):
+            assert line["doc"] == one["doc"]
+            assert line["filtered_resps"] == json.loads(json.dumps(one["filtered_resps"]))
+    assert all(one["resps"][0][0] for one in found["samples"]["continue_verse"]), "texts that were generated"
 
 
 def test_what_is_common_is_read_once(lm: MoedgeLM) -> None:
