@@ -434,3 +434,17 @@ class PlanOptions(EngineOptions, WorkloadOptions, AnswerLength, RowOptions, tota
         str | None,
         Option('Plan for a GPU that is not here, by its data sheet: "RTX 3060 12GB".', metavar="NAME", common=True),
     ]
+    watts: Annotated[
+        float | None,
+        Option("What the whole machine takes while it computes: says the energy of the job.", low=1, common=True),
+    ]
+    price: Annotated[
+        str | None,
+        Option(
+            "What a kWh costs, with --watts: says what the energy of the job costs.", metavar="0.30/kWh", common=True
+        ),
+    ]
+    hosted: Annotated[
+        str | None,
+        Option("A hosted price of a million tokens, of prompts and generated, to compare.", metavar="0.10,0.40"),
+    ]

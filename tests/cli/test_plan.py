@@ -9,6 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from moedge.offload.machine.hardware import GpuInfo, Hardware
@@ -48,6 +49,39 @@ def test_a_plan_loads_no_torch(checkpoint: Callable[[str], Path]) -> None:
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert "tok" in run.stdout
+
+
+def test_energy_and_its_price_follow_from_the_job_and_its_time(
+    checkpoint: Callable[[str], Path], planned: Callable[..., dict[str, Any]]
+) -> None:
+    given = ("--watts", 200, "--price", "0.30/kWh", "--hosted", "0.10,0.40", "--rows", 3000, "--prompt-tokens", 20)
+    found = planned(checkpoint("qwen3_moe"), *given, "--output-tokens", 10)
+    schema = json.loads((Path(__file__).parents[2] / "docs" / "schemas" / "plan-4.json").read_text())
+    jsonschema.validate(found, schema)
+    energy, predicted = found["energy"], found["prediction"]
+    assert energy["kwh"] == pytest.approx(0.2 * (predicted["loading_s"] + predicted["seconds"]) / 3600)
+    assert energy["cost"] == pytest.approx(0.30 * energy["kwh"])
+    # 60,000 tokens of prompts and 30,000 generated ones.
+    assert energy["hosted"] == pytest.approx(0.06 * 0.10 + 0.03 * 0.40)
+    for name in ("kwh", "cost", "hosted"):
+        assert energy[f"{name}_per_1000_rows"] == pytest.approx(energy[name] / 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--price", "0.3"), "--price needs --watts"),
+        (("--hosted", "1,2"), "--hosted needs --watts"),
+        (("--watts", "9", "--price", "cheap"), "--price cheap is no price; wanted 0.30/kWh"),
+        (("--watts", "9", "--hosted", "0.1"), "--hosted 0.1 is no price; wanted 0.10,0.40"),
+        (("--watts", "9", "--hosted", "-1,2"), "--hosted -1,2 is no price"),
+    ],
+)
+def test_a_price_that_says_nothing_is_refused(
+    given: tuple[str, ...], said: str, checkpoint: Callable[[str], Path], cli: Callable[..., int], capsys: Any
+) -> None:
+    assert cli("plan", checkpoint("qwen3_moe"), *given) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_everything_in_the_document_is_documented(
