@@ -11,7 +11,7 @@ from .runtime.settings.errors import BadArgument
 
 @dataclass(frozen=True, slots=True)
 class EnergyPrice:
-    """What a machine takes in `watts`, the `price` of a kWh, and `hosted` ones of a million prompt, generated tokens."""
+    """What a machine takes in `watts`, the `price` of a kWh, and `hosted` ones of a million tokens: prompt, generated."""
 
     watts: float
     price: float | None
