@@ -11,7 +11,7 @@ from .runtime.settings.errors import BadArgument
 
 @dataclass(frozen=True, slots=True)
 class EnergyPrice:
-    """What a machine takes in `watts`, the `price` of a kWh, and `hosted` ones of a million tokens: prompt, generated."""
+    """What a machine takes in `watts`, the `price` of a kWh, and of a million `hosted` tokens, prompt and generated."""
 
     watts: float
     price: float | None
