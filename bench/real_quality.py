@@ -6,6 +6,8 @@
                                                          which fields are right, and those of unquantized weights
     python -m bench.real_quality executors               fused layers beside the model's own: which are nearer to the
                                                          format's definition in float32, and by how much
+    python -m bench.real_quality products                each product of a loaded model with what reaches it, beside
+                                                         float64 of the format's definition
     python -m bench.real_quality llama --llama-bin DIR   llama.cpp's Q8_0, Q4_K_M and Q4_0 of the same weights; DIR has
                                                          llama-quantize and llama-perplexity
 
@@ -22,17 +24,25 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean, median, stdev
 from typing import Any
 from unittest.mock import patch
 
+import torch
+from torch import Tensor
+
+from moedge.runtime.loading.engine_loader import load_engine
+from moedge.runtime.plan.placement import Workload
+from moedge.runtime.plan.planner import make_plan
+from moedge.runtime.settings.settings import MemoryBudget, Settings
+from moedge.runtime.source.model_source import open_source
 from support.real import cases, records, rotation, smollm2, tables
 from support.real.cases import Case
-from support.real.definition import Stock
+from support.real.definition import Stock, round_activations
 from support.real.measure import Found, ask, measure, perplexity
 from support.real.tables import loss
 from support.real.text import FEW, WINDOW, WINDOWS, prose, same_answers
@@ -150,6 +160,39 @@ def print_executors(model: Path, options: argparse.Namespace) -> None:
         line(case.quant, case.compute, *same, *means, *less, *(f"{each.perplexity:.4f}" for each in (wanted, *found)))
 
 
+@torch.inference_mode()
+def print_products(model: Path, options: argparse.Namespace) -> None:
+    """Answers amplify any rounding; a product shows alone whether it means what its format and compute say."""
+    stock = Stock(model)
+    head(
+        "weights", "compute", "products", "relative L2 to float64, worst: moedge", "median", "result in bf16, worst",
+        "activations not rounded, median", "with one scale a row, median",
+    )  # fmt: skip
+    for case in cases.weights_and_compute():
+        given = stock.define(case.quant, case.compute, "bf16", "bf16").inputs()
+        settings = Settings(dtype="bf16", quant=case.quant, kv="bf16", compute=case.compute)
+        with open_source(str(model)) as source:
+            plan = make_plan(source.shape, settings, MemoryBudget(4 << 30), Workload(8, WINDOW))
+            with closing(load_engine(source, plan)) as loaded:
+                modules = dict(loaded.model.model.named_modules())
+                found = [product_errors(modules[name], rows, case.compute) for name, rows in given.items()]
+        worst = max(each[0] for each in found), max(each[1] for each in found)
+        medians = [f"{median(each[at] for each in found):.2e}" for at in (0, 2, 3)]
+        line(case.quant, case.compute, len(found), f"{worst[0]:.2e}", medians[0], f"{worst[1]:.2e}", *medians[1:])
+
+
+def product_errors(linear: Any, rows: Tensor, compute: str) -> list[float]:
+    """Of a packed layer's product, of the right one rounded to bf16, and of right ones of other activations."""
+    rows, weight = rows.bfloat16(), linear.packed.dequantize(torch.empty(linear.packed.shape)).double()
+    # A head that is the embedding, too, is no code: its inputs are not rounded.
+    rounds = compute == "int8" and linear.packed.layout.format != "none"
+    right = (round_activations(rows).double() if rounds else rows.double()) @ weight.T
+    scale = rows.float().abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
+    others = rows.double(), ((rows / scale).round() * scale).double()
+    found = [linear.compute.linear(rows, linear.packed), right.bfloat16(), *(each @ weight.T for each in others)]
+    return [float((each.double() - right).norm() / right.norm()) for each in found]
+
+
 def asked_by(model: Path, case: Case, fused: bool, options: argparse.Namespace) -> Found:
     """What a case gives by fused layers, or with none: a library that is missing fuses nothing."""
     from moedge import LLM
@@ -223,7 +266,8 @@ def searched(pattern: re.Pattern[str], text: str) -> str:
 
 
 TABLES = {
-    "weights": print_weights, "kv": print_kv, "json": print_json, "executors": print_executors, "llama": print_llama,
+    "weights": print_weights, "kv": print_kv, "json": print_json, "executors": print_executors,
+    "products": print_products, "llama": print_llama,
 }  # fmt: skip
 
 

@@ -454,8 +454,8 @@ def measure_gemv_max_rows(format_name: str, integer: bool = False) -> dict[str, 
         elif rows or (found.codes == "int4" and int4.has_kernel()):
             limits[found.codes] = _break_even_rows(found.rates or found.name)
         if TILES in orders:
-            # mxfp4 computes as fast as nf4, whose levels are no integers.
-            limits[TILES] = _fused_max_rows((not integer and found.rates) or _quantized(found.codes), TILES, integer)
+            # Rows that are rounded mean something else: no time may decide whether they are.
+            limits[TILES] = ALL_ROWS if integer else _fused_max_rows(found.rates or _quantized(found.codes), TILES)
     return limits
 
 
@@ -479,25 +479,25 @@ def _break_even_rows(format_name: str) -> int:
 
 
 @torch.inference_mode()
-def _fused_max_rows(format_name: str, order: str, integer: bool = False) -> int:
+def _fused_max_rows(format_name: str, order: str) -> int:
     """The number of rows for which the fused product of nf4 takes as long as dequantizing first; perhaps any.
 
     Both are compared for few and for many rows, between which their times are straight lines.
     """
     packed = pack(torch.randn(GEMV_SHAPE, dtype=torch.bfloat16), format_name, order)
-    few, many = (_kernel_and_dequantizing(packed, rows, integer) for rows in (GEMV_ROWS, FUSED_ROWS))
+    few, many = (_kernel_and_dequantizing(packed, rows) for rows in (GEMV_ROWS, FUSED_ROWS))
     saved, lost = few[1] - few[0], many[0] - many[1]
     if lost <= 0:
         return ALL_ROWS
     return max(1, int(GEMV_ROWS + (FUSED_ROWS - GEMV_ROWS) * max(0.0, saved) / (max(0.0, saved) + lost)))
 
 
-def _kernel_and_dequantizing(packed: PackedTensor, num_rows: int, integer: bool = False) -> tuple[float, float]:
+def _kernel_and_dequantizing(packed: PackedTensor, num_rows: int) -> tuple[float, float]:
     """Seconds of a product of `num_rows` rows by the kernel on codes, and by dequantizing first."""
     x = torch.randn(num_rows, packed.shape[1], dtype=torch.bfloat16)
     workspace = Workspace(scratch_nbytes(packed.layout, dtype_name(x.dtype), deterministic=False))
     limits = {packed.layout.codes: num_rows, packed.layout.order: num_rows}
-    kernel = Matmul(workspace, integer=integer, gemv_max_rows=limits)
+    kernel = Matmul(workspace, gemv_max_rows=limits)
     dequantizing = Matmul(workspace, gemv_max_rows={})
     kernel_s, dequantizing_s = (_best_seconds(partial(each.linear, x, packed)) for each in (kernel, dequantizing))
     return kernel_s, dequantizing_s

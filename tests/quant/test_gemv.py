@@ -1,5 +1,7 @@
 """The choice of kernels (`quant/matmul/matmul.py`) is measured; both that it is between give the same product."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -7,7 +9,18 @@ from moedge.quant.formats import bitsandbytes_kernels, int4
 from moedge.quant.formats.format import TILES
 from moedge.quant.matmul import matmul as gemv_max_rows
 from moedge.quant.matmul import tiled
-from moedge.quant.matmul.matmul import ALL_ROWS, FUSED_ROWS, GEMV_ROWS, MOST_GEMV_ROWS, measure_gemv_max_rows
+from moedge.quant.matmul.matmul import (
+    ALL_ROWS,
+    FUSED_ROWS,
+    GEMV_ROWS,
+    MOST_GEMV_ROWS,
+    Matmul,
+    Workspace,
+    kernel_order,
+    measure_gemv_max_rows,
+)
+from moedge.quant.scratch import scratch_nbytes
+from moedge.quant.tensor import pack
 
 pytestmark = pytest.mark.numerics
 
@@ -53,3 +66,26 @@ def test_a_fused_product_is_taken_as_far_as_times_say(name: str, order: str, mon
         times = iter(seconds)
         monkeypatch.setattr(gemv_max_rows, "_best_seconds", lambda run, times=times: (run(), next(times))[1])
         assert measure_gemv_max_rows(name) == {order: rows}
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "mxfp4"])
+def test_times_do_not_decide_whether_rows_are_rounded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine, a loaded model once did not round the rows of prompts and rounded those of single tokens."""
+    if not tiled.has_kernel():
+        pytest.skip("no kernel of the library multiplies in tiles")
+    # Kernels on codes are slow.
+    times = itertools.cycle([9.0, 1.0])
+    monkeypatch.setattr(gemv_max_rows, "_best_seconds", lambda run: next(times))
+    generator = torch.Generator().manual_seed(0)
+    weight, rows = (torch.randn(size, 192, generator=generator).bfloat16() for size in (128, 300))
+    packed = pack(weight, name, kernel_order(name, torch.bfloat16, "cpu"))
+    limits = measure_gemv_max_rows(name, integer=True)
+    compute = Matmul(Workspace(scratch_nbytes(packed.layout, "bfloat16", False)), integer=True, gemv_max_rows=limits)
+    found = compute.linear(rows, packed).double()
+    groups = rows.double().view(300, -1, 32)
+    scale = groups.abs().amax(-1, keepdim=True) / 127
+    rounded = ((groups / scale).round() * scale).flatten(1)
+    meant = packed.dequantize(torch.empty(128, 192)).double().T
+    wanted, others = rounded @ meant, rows.double() @ meant
+    assert (found - wanted).norm() < 0.003 * wanted.norm()
+    assert (others - wanted).norm() > 0.004 * wanted.norm(), "or nothing would show"

@@ -74,6 +74,23 @@ class Definition:
         return Found(list(map(self._score, texts)), *self._answers(num_questions))
 
     @torch.inference_mode()
+    def inputs(self) -> dict[str, Tensor]:
+        """The rows [T, K] of the first window that reach each linear layer, before compute rounds them."""
+        found: dict[str, Tensor] = {}
+        hooks = [
+            module.register_forward_pre_hook(
+                lambda _, given, name=name: found.__setitem__(name, given[0][0].clone()), prepend=True
+            )
+            for name, module in self._model.named_modules()
+            if isinstance(module, nn.Linear)
+        ]
+        (ids,) = windows(lambda text: self._tokenizer.encode(text, add_special_tokens=False), 1)
+        self._model(torch.tensor([ids]))
+        for hook in hooks:
+            hook.remove()
+        return found
+
+    @torch.inference_mode()
     def _score(self, ids: list[int]) -> list[float]:
         logits = self._model(torch.tensor([ids])).logits[0, :-1].double().log_softmax(-1)
         found: list[float] = logits.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
