@@ -435,14 +435,10 @@ class PlanOptions(EngineOptions, WorkloadOptions, AnswerLength, RowOptions, tota
         Option('Plan for a GPU that is not here, by its data sheet: "RTX 3060 12GB".', metavar="NAME", common=True),
     ]
     watts: Annotated[
-        float | None,
-        Option("What the whole machine takes while it computes: says the energy of the job.", low=1, common=True),
+        float | None, Option("What the whole machine takes while it computes: says the energy of the job.", low=1)
     ]
     price: Annotated[
-        str | None,
-        Option(
-            "What a kWh costs, with --watts: says what the energy of the job costs.", metavar="0.30/kWh", common=True
-        ),
+        str | None, Option("What a kWh costs, with --watts: says what the energy costs.", metavar="0.30/kWh")
     ]
     hosted: Annotated[
         str | None,

@@ -107,7 +107,7 @@ def test_every_option_that_takes_a_path_is_checked_before_work_begins(
     (tmp_path / "folder").mkdir()
     (tmp_path / "foreign.txt").write_text("mine")
     # A folder for prepared weights is made, with those above it.
-    folder = "dir" in option.name or option.name in ("cache", "mirror") or name == ("prepare",)
+    folder = "dir" in option.name or option.name in ("cache", "mirror", "log_samples") or name == ("prepare",)
     bad = ["foreign.txt/x"] if folder else ["missing/x", "folder"]
     if option.name == "include_path":
         bad = ["missing/x", "foreign.txt"]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from moedge.quant.native import library
 from moedge.runtime.source.model_source import open_source
 from support.exact_trials import BUDGETS, Precision, Trial, Way, drawn, faults
 
@@ -27,6 +28,8 @@ def test_budgets_and_stores_show_in_no_bit(
     checkpoint: Callable[..., Path],
     tmp_path: Path,
 ) -> None:
+    if compute == "int8" and quant != "int8" and not library.available():
+        pytest.skip(f"no library of CPU kernels: {library.lack()}")
     precision = Precision(dtype, quant, dtype if kv == "native" else kv, compute)
     with open_source(str(checkpoint("qwen3_moe", **sizes))) as source:
         trial = Trial(source, tmp_path)
