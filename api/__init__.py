@@ -21,18 +21,19 @@ if TYPE_CHECKING:
     from .apps.documents.iterate import iter_documents
     from .apps.documents.run import run_documents
     from .batch import run_batch
-    from .completion import ChoiceScores, CompletionOutput, Logprob, RequestOutput, SamplingParams
+    from .completion import CompletionOutput, Logprob, RequestOutput, SamplingParams
     from .llm import LLM, AsyncLLM
     from .offload.errors import MoedgeError
     from .plan_report import PlanReport, plan
     from .runtime.evaluation.check import CheckReport, check
+    from .runtime.rows.answer_formats import ChoiceScores
 
     __version__: str
 
 _MODULES = {
     "AsyncLLM": ".llm",
     "CheckReport": ".runtime.evaluation.check",
-    "ChoiceScores": ".completion",
+    "ChoiceScores": ".runtime.rows.answer_formats",
     "Chunk": ".apps.documents.document",
     "CompletionOutput": ".completion",
     "Document": ".apps.documents.document",

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from math import exp
 from typing import Any
 
 from .runtime.rows.fields import read_fields
@@ -60,34 +59,6 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: str | None = None
-
-    def prompt_logprob(self, start: int) -> float:
-        """The sum over the tokens of the prompt from number `start` on, for which `prompt_logprobs` were asked."""
-        scored = zip(self.prompt_token_ids[start:], (self.prompt_logprobs or [])[start:], strict=True)
-        return sum(by_id[token_id].logprob for token_id, by_id in scored if by_id is not None)
-
-
-@dataclass(frozen=True, slots=True)
-class ChoiceScores:
-    """How likely a model finds each of some given answers to a prompt.
-
-    `logprobs` are the natural logarithms of their probabilities under the model's own logits, summed over the tokens of
-    each answer, in the order of `choices`: longer answers have smaller ones.
-    """
-
-    choices: tuple[str, ...]
-    logprobs: tuple[float, ...]
-
-    @property
-    def probabilities(self) -> tuple[float, ...]:
-        """Of each choice, if the answer is one of them: they sum to 1."""
-        shares = [exp(each - max(self.logprobs)) for each in self.logprobs]
-        return tuple(each / sum(shares) for each in shares)
-
-    @property
-    def best(self) -> str:
-        """The likeliest choice; of equal ones the first."""
-        return self.choices[self.logprobs.index(max(self.logprobs))]
 
 
 def logprobs_by_id(

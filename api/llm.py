@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Self, Unpack, cast
+from typing import Any, Self, TypeVar, Unpack, cast
 
 from .batch import BatchProgress, batch_request, progress_bar, run_job
-from .completion import ChoiceScores, CompletionOutput, RequestOutput, SamplingParams, logprobs_by_id
+from .completion import CompletionOutput, RequestOutput, SamplingParams, logprobs_by_id
 from .generation import Generation, Request
 from .offload.closing import Closing
 from .offload.errors import MoedgeError
@@ -28,6 +28,8 @@ from .runtime.loading.engine_loader import LoadedModel
 from .runtime.plan.memory_ledger import MemoryLedger
 from .runtime.plan.placement import Plan
 from .runtime.plan.planner import SearchSpace
+from .runtime.rows.answer_formats import ChoiceScores
+from .runtime.rows.fields import choices_setting
 from .runtime.rows.row import Defaults, Endpoint, InvalidRow, RowFailure
 from .runtime.rows.row_formats import RowBuilder, RowPosition, line_id
 from .runtime.sampling.model_defaults import model_defaults
@@ -37,6 +39,7 @@ from .runtime.settings.option import check, with_options
 from .runtime.settings.options import BatchOptions, JobOptions, LLMOptions
 from .runtime.text.tokenizer import Tokenizer
 
+T = TypeVar("T")
 TokenIds = Items[int]
 Prompt = str | TokenIds | Mapping[str, Any]
 """Text, token ids, or vLLM's forms of both: `{"prompt": ...}`, `{"prompt_token_ids": ...}`."""
@@ -158,34 +161,16 @@ class LLM(Closing):
 
         Raises BadArgument for choices that are none, and what `generate` raises.
         """
-        if isinstance(choices, str) or not choices or not all(isinstance(each, str) and each for each in choices):
-            raise BadArgument(f"choices must be one or more texts, none of them empty; found {shown(choices)}")
+        if isinstance(choices, str):
+            raise BadArgument(f"choices must be a list of texts; found {shown(choices)}")
+        scored, params = list(choices_setting(choices)), SamplingParams(max_tokens=1)
         requests: list[Request] = []
-        params: list[SamplingParams] = []
         with self._generating() as generation:
             for index, prompt in enumerate(prompts):
                 where = f"prompts[{index}]"
-                body, endpoint = _body_of_either(prompt, where)
-                alone = self._request(body, endpoint, SamplingParams(max_tokens=1), 0, where).choices[0][0]
-                for choice in choices:
-                    whole, start = self._continued(alone, body.get("prompt"), choice)
-                    params.append(SamplingParams(max_tokens=1, prompt_logprobs=0, logprob_start_len=start))
-                    row = (params[-1], len(requests), f"{where} with {shown(choice)}")
-                    requests.append(self._request({"prompt": whole}, Endpoint.COMPLETION, *row))
-            outputs = self._answers(generation, requests, params, progress)
-        found = [output.prompt_logprob(each.logprob_start_len) for output, each in zip(outputs, params, strict=True)]
-        every, count = tuple(choices), len(choices)
-        return [ChoiceScores(every, tuple(found[at : at + count])) for at in range(0, len(found), count)]
-
-    def _continued(self, prompt_ids: list[int], text: object, choice: str) -> tuple[list[int], int]:
-        """The tokens of a prompt with a choice, and how many of them the prompt has without it."""
-        tokenizer = self._opened.tokenizer
-        if not isinstance(text, str):
-            return [*prompt_ids, *tokenizer.encode_verbatim(choice, add_special_tokens=False)], len(prompt_ids)
-        whole = tokenizer.encode(text + choice)
-        pairs = zip(whole, prompt_ids, strict=False)
-        same = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(whole), len(prompt_ids)))
-        return whole, max(1, same)
+                body = {**_body_of_either(prompt, where)[0], "choices": scored}
+                requests.append(self._request(body, Endpoint.SHORT, params, index, where))
+            return self._finished(generation, requests, _scores, progress)
 
     def stream(self, prompt: Prompt | Conversation, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """The answer to one prompt, or to one conversation, in pieces of text as it is generated.
@@ -248,7 +233,17 @@ class LLM(Closing):
         self, generation: Generation, requests: list[Request], params: Items[SamplingParams], progress: bool
     ) -> list[RequestOutput]:
         """Those of the requests, in their order; a request's row has the index of its `params`."""
-        loaded, outputs = self._engine, [cast(RequestOutput, None)] * len(requests)
+
+        def output(request: Request, opened: OpenRow) -> RequestOutput:
+            return self._output(request, opened, params[opened.row.index])
+
+        return self._finished(generation, requests, output, progress)
+
+    def _finished(
+        self, generation: Generation, requests: list[Request], result: Callable[[Request, OpenRow], T], progress: bool
+    ) -> list[T]:
+        """What `result` makes of the requests, in their order."""
+        loaded, outputs = self._engine, [cast(T, None)] * len(requests)
         numbers = {request.row.index: number for number, request in enumerate(requests)}
         waiting = iter(_fastest_order(requests))
         loaded.engine.start_counting()
@@ -256,7 +251,7 @@ class LLM(Closing):
             for finished in generation.passes(lambda: next(waiting, None)):
                 for opened in finished:
                     number = numbers[opened.row.index]
-                    outputs[number] = self._output(requests[number], opened, params[opened.row.index])
+                    outputs[number] = result(requests[number], opened)
                 self._heap.after_pass()
                 advance(len(finished), loaded.engine.engine.metrics)
         refuse_over_budget(loaded.engine.ledger.measure().over_budget, outputs)
@@ -321,9 +316,9 @@ class LLM(Closing):
         choices = self._encoder.encode(row)
         if isinstance(choices, RowFailure):
             raise PromptError(f"{where}: {choices.message}")
-        longest = len(choices[0][0]) + row.params.max_tokens
-        if longest > self.max_model_len:
-            raise PromptError(f"{where}: {self._too_long(len(choices[0][0]), row.params.max_tokens)}")
+        longest = max(len(token_ids) for token_ids, _ in choices)
+        if longest + row.params.max_tokens > self.max_model_len:
+            raise PromptError(f"{where}: {self._too_long(longest, row.params.max_tokens)}")
         text = body.get("prompt")
         if endpoint is Endpoint.CHAT:
             text = self._opened.tokenizer.decode(choices[0][0], skip_special_tokens=False)
@@ -518,6 +513,13 @@ def _body_of_either(prompt: Prompt | Conversation, where: str) -> tuple[dict[str
     if not isinstance(prompt, str | Mapping) and bool(prompt) and isinstance(prompt[0], Mapping):
         return {"messages": list(prompt)}, Endpoint.CHAT
     return _prompt_body(cast(Prompt, prompt), where), Endpoint.COMPLETION
+
+
+def _scores(request: Request, opened: OpenRow) -> ChoiceScores:
+    completions = opened.completions()
+    if isinstance(completions, RowFailure):
+        raise PromptError(f"prompts[{request.row.index}]: {completions.message}")
+    return ChoiceScores.from_completions(request.row, completions)
 
 
 def _fastest_order(requests: Items[Request]) -> Iterable[Request]:

@@ -15,7 +15,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO, Protocol, cast
 
@@ -171,8 +171,23 @@ class RowEncoder:
             if (highest := max(token_ids)) >= self._vocab:
                 message = f"token id {highest} is not in the model's vocabulary of {self._vocab}"
                 return row.failure(ErrorCode.INVALID_VALUE, message, "prompt")
-        longest = max(map(len, ids_of_prompts))
-        return self._too_long(row, longest) or [(ids_of_prompts[prompt], params) for prompt, params in row.choices()]
+        if row.scored:
+            choices = [self._scored(row, ids_of_prompts[0], choice) for choice in row.scored]
+        else:
+            choices = [(ids_of_prompts[prompt], params) for prompt, params in row.choices()]
+        return self._too_long(row, max(len(token_ids) for token_ids, _ in choices)) or choices
+
+    def _scored(self, row: Row, prompt_ids: list[int], choice: str) -> tuple[list[int], SequenceSampling]:
+        """A prompt with one of the answers that are scored, and where it begins: a text is tokenized together with its
+        answer, to a conversation and to token ids the answer's own tokens are appended."""
+        prompt, start = row.prompts[0], len(prompt_ids)
+        if isinstance(prompt, TextPrompt):
+            whole = self.tokenizer.encode(prompt.text + choice)
+            same = [one == other for one, other in zip(whole, prompt_ids, strict=False)]
+            start = [*same, False].index(False)
+        else:
+            whole = [*prompt_ids, *self.tokenizer.encode_verbatim(choice, add_special_tokens=False)]
+        return whole, replace(row.params, prompt_logprobs=0, logprob_start_len=max(1, start))
 
     def grammar(self, row: Row) -> GrammarState | None:
         """The beginning of one of the row's answers, where it asks for a form. Raises SchemaError, once for a row."""

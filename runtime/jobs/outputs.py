@@ -30,7 +30,7 @@ from .journal.state import JobState
 TABLES = (".csv", ".parquet", ".xlsx")
 _OTHERS = (".json", ".tsv", ".xls", ".feather", ".arrow", ".txt.gz", ".zst")
 # What every table has, in this order; `choice` and `partial` are there where a row has them.
-_BESIDE_TEXT = ("reasoning_content", "tool_calls")
+_BESIDE_TEXT = ("reasoning_content", "tool_calls", "probability")
 _FIRST = (
     "id",
     "choice",

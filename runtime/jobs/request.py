@@ -20,7 +20,7 @@ from ...moe.streaming_mode import Mode
 from ...offload.errors import BadStore
 from ...offload.store.manifest import MANIFEST, read_manifest
 from ..plan.planner import reads_integers
-from ..rows.fields import kwargs_setting
+from ..rows.fields import choices_setting, kwargs_setting
 from ..rows.row import Defaults
 from ..rows.row_formats import read_schema, settled, text_or_file
 from ..rows.tables import InputFormat, input_format
@@ -369,6 +369,7 @@ def row_defaults_of(options: Mapping[str, Any]) -> Defaults:
         chat_template_kwargs=_template_variables(given["chat_template_kwargs"]),
         reasoning_effort=given["reasoning_effort"],
         schema=None if schema is None else read_schema(Path(schema)),
+        choices=() if (choices := options.get("choices")) is None else choices_setting(choices),
         prompt_column=options.get("prompt_column"),
         id_column=options.get("id_column"),
         prompt=None if prompt is None else text_or_file(str(prompt), "--prompt"),

@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self
 from ..engine.engine import Engine
 from ..engine.sequence import Sequence
 from ..loading.engine_loader import LoadedModel
-from ..rows.answer_formats import Answers, Completion, openai_answer, openai_logprobs, usage
+from ..rows.answer_formats import SCORED, Answers, Completion, openai_answer, openai_logprobs, usage
 from ..rows.fields import invalid_schema
 from ..rows.reader import RowFile
 from ..rows.row import CONTINUE_CUT, Defaults, Endpoint, ErrorCode, Row, RowFailure
@@ -152,7 +152,8 @@ class OpenRow:
     @property
     def cached_tokens(self) -> int:
         """Prompt tokens that were found in the prefix cache; a prompt counts once, as in `usage`."""
-        return sum(each.num_cached for each in self.sequences[:: self.row.num_samples])
+        prompts = self.sequences[:1] if self.row.scored else self.sequences[:: self.row.num_samples]
+        return sum(each.num_cached for each in prompts)
 
     def take(self, index: int) -> tuple[str, str]:
         """The reasoning and the content of one choice that were not taken before and do not change any more."""
@@ -307,14 +308,16 @@ class RowRunner:
         completions = opened.completions()
         if isinstance(completions, RowFailure):
             return self._failed(completions)
+        scored = bool(row.scored)
+        ends = Counter(SCORED if scored else str(each.finish_reason) for each in completions)
         cut = min((len(each.token_ids) for each in completions if each.finish_reason is FinishReason.LENGTH), default=0)
+        cut = 0 if scored else cut
         if cut and row.schema is not None:
             done = self._failed(_incomplete(row, completions))
         else:
-            outcome = Counter(str(each.finish_reason) for each in completions)
             line = self._answers.answer(row, completions)
-            done = Done(row.index, False, 0, 0, self._source.digest(row.index), line, outcome)
-        tokens = usage(completions, row.num_samples)
+            done = Done(row.index, False, 0, 0, self._source.digest(row.index), line, ends)
+        tokens = usage(row, completions)
         return replace(
             done,
             prompt_tokens=tokens["prompt_tokens"],

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import accumulate
-from typing import Any
+from math import exp
+from typing import Any, Self
 
 from ..sampling.params import FinishReason, TokenLogprob
 from ..text.messages import FunctionCall
@@ -50,13 +51,45 @@ class Completion:
         return {} if self.reasoning is None else {"reasoning_content": self.reasoning}
 
 
-def usage(completions: Sequence[Completion], num_samples: int) -> dict[str, Any]:
-    """OpenAI's counts; a prompt counts once, however many samples were drawn from it.
+@dataclass(frozen=True, slots=True)
+class ChoiceScores:
+    """How likely a model finds each of some given answers to a prompt.
+
+    `logprobs` are the natural logarithms of their probabilities under the model's own logits, summed over the tokens of
+    each answer, in the order of `choices`: longer answers have smaller ones.
+    """
+
+    choices: tuple[str, ...]
+    logprobs: tuple[float, ...]
+
+    @classmethod
+    def from_completions(cls, row: Row, completions: Sequence[Completion]) -> Self:
+        """Those of the answers that `row` has scored."""
+        return cls(row.scored, tuple(sum(_floored(token.logprob) for token in _scored(each)) for each in completions))
+
+    @property
+    def probabilities(self) -> tuple[float, ...]:
+        """Of each choice, if the answer is one of them: they sum to 1."""
+        shares = [exp(each - max(self.logprobs)) for each in self.logprobs]
+        return tuple(each / sum(shares) for each in shares)
+
+    @property
+    def best(self) -> str:
+        """The likeliest choice; of equal ones the first."""
+        return self.choices[self.logprobs.index(max(self.logprobs))]
+
+
+def usage(row: Row, completions: Sequence[Completion]) -> dict[str, Any]:
+    """OpenAI's counts; a prompt counts once, however many samples were drawn from it, or answers to it were scored.
 
     Tokens of reasoning are counted where the model's marks of it are known.
     """
-    prompt = sum(completion.num_prompt_tokens for completion in completions[::num_samples])
-    generated = sum(len(completion.token_ids) for completion in completions)
+    if row.scored:
+        before = completions[0].num_prompt_tokens - len(_scored(completions[0]))
+        prompt, generated = before + sum(len(_scored(each)) for each in completions), 0
+    else:
+        prompt = sum(completion.num_prompt_tokens for completion in completions[:: row.num_samples])
+        generated = sum(len(completion.token_ids) for completion in completions)
     counts: dict[str, Any] = {
         "prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated,
     }  # fmt: skip
@@ -64,8 +97,21 @@ def usage(completions: Sequence[Completion], num_samples: int) -> dict[str, Any]
     return counts | ({"completion_tokens_details": {"reasoning_tokens": sum(reasoning)}} if reasoning else {})
 
 
+def _scored(completion: Completion) -> tuple[TokenLogprob, ...]:
+    """The tokens of the prompt whose log probabilities were asked for."""
+    return completion.prompt_logprobs or ()
+
+
 # JSON has no -inf; OpenAI and vLLM write this for "practically never".
 MIN_LOGPROB = -9999.0
+
+
+def _floored(logprob: float) -> float:
+    return max(logprob, MIN_LOGPROB)
+
+
+# The finish reason of an answer that was given, and not generated.
+SCORED = "scored"
 # What a row gets although nothing is wrong with it.
 _NOT_THE_ROWS = {ErrorCode.NUMERICAL_ERROR, ErrorCode.WORKER_CRASHED}
 
@@ -80,7 +126,7 @@ def openai_answer(
         "created": created,
         "model": model,
         "choices": [_choice(row, index, completion, token_text) for index, completion in enumerate(completions)],
-        "usage": usage(completions, row.num_samples),
+        "usage": usage(row, completions),
     }
     if chat:
         body |= _prompt_logprobs(row, completions[0], token_text)
@@ -100,7 +146,7 @@ def openai_failure(failure: RowFailure) -> dict[str, Any]:
 ANSWER_KEYS = frozenset(
     (
         *("id", "custom_id", "response", "error", "text", "partial", "finish_reason", "usage", "choices", "token_ids"),
-        *("logprobs", "prompt_logprobs", "reasoning_content", "tool_calls"),
+        *("logprobs", "prompt_logprobs", "reasoning_content", "tool_calls", "probability", "probabilities"),
     )
 )
 OWN_PREFIX = "input_"
@@ -156,7 +202,7 @@ def _prompt_logprobs(row: Row, completion: Completion, token_text: TokenText) ->
         found.append(
             {
                 str(token_id): {
-                    "logprob": max(logprob, MIN_LOGPROB), "rank": rank, "decoded_token": token_text(token_id)[0],
+                    "logprob": _floored(logprob), "rank": rank, "decoded_token": token_text(token_id)[0],
                 }
                 for token_id, (logprob, rank) in by_id.items()
             }
@@ -185,7 +231,7 @@ def _chat_logprobs(tokens: Sequence[TokenLogprob], token_text: TokenText) -> dic
     def shown(token_id: int, logprob: float) -> dict[str, Any]:
         text, data = token_text(token_id)
         utf8 = None if data is None else list(data)
-        return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": utf8}
+        return {"token": text, "logprob": _floored(logprob), "bytes": utf8}
 
     content = [
         shown(token.token_id, token.logprob) | {"top_logprobs": [shown(*top) for top in token.top]} for token in tokens
@@ -198,9 +244,9 @@ def _completion_logprobs(tokens: Sequence[TokenLogprob], token_text: TokenText, 
     # Log probabilities by token text; of tokens with the same text, the most likely one, which is written last.
     return {
         "tokens": texts,
-        "token_logprobs": [max(token.logprob, MIN_LOGPROB) for token in tokens],
+        "token_logprobs": [_floored(token.logprob) for token in tokens],
         "top_logprobs": [
-            {token_text(token_id)[0]: max(logprob, MIN_LOGPROB) for token_id, logprob in reversed(token.top)}
+            {token_text(token_id)[0]: _floored(logprob) for token_id, logprob in reversed(token.top)}
             for token in tokens
         ],
         "text_offset": list(accumulate(map(len, texts), initial=before))[:-1],
@@ -213,10 +259,25 @@ def _digest(row_id: str, purpose: bytes) -> str:
 
 def short_answer(row: Row, completions: Sequence[Completion], token_text: TokenText) -> dict[str, Any]:
     """With n above 1 the choices are listed under `choices`, each as the single one would have been."""
+    if row.scored:
+        return with_own({"id": row.id} | _scores(row, completions), row.own)
     choices = [_short_choice(row, index, completion) for index, completion in enumerate(completions)]
     answer = choices[0] if row.num_samples == 1 else {"choices": choices}
-    beside = _prompt_logprobs(row, completions[0], token_text) | {"usage": usage(completions, row.num_samples)}
+    beside = _prompt_logprobs(row, completions[0], token_text) | {"usage": usage(row, completions)}
     return with_own({"id": row.id} | answer | beside, row.own)
+
+
+def _scores(row: Row, completions: Sequence[Completion]) -> dict[str, Any]:
+    """The likeliest of the answers that were scored, its probability, and those of all."""
+    found = ChoiceScores.from_completions(row, completions)
+    return {
+        "text": found.best,
+        "probability": max(found.probabilities),
+        "probabilities": dict(zip(found.choices, found.probabilities, strict=True)),
+        "logprobs": dict(zip(found.choices, found.logprobs, strict=True)),
+        "finish_reason": SCORED,
+        "usage": usage(row, completions),
+    }
 
 
 def short_failure(failure: RowFailure) -> dict[str, Any]:

@@ -6,7 +6,7 @@ end name the fields that are read, those that cannot change an answer, and those
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
@@ -218,6 +218,23 @@ def _prompt(value: Any, param: str) -> TextPrompt | TokenPrompt:
     return TextPrompt(value) if isinstance(value, str) else TokenPrompt(token_ids(value, param))
 
 
+def choices(value: Any, param: str) -> tuple[str, ...]:
+    """The answers of which each is scored."""
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+        raise wrong_type(value, param, "a list of strings")
+    if not 1 <= len(value) <= MAX_PROMPTS or "" in value or len(set(value)) < len(value):
+        raise wrong_value(value, param, f"1 to {MAX_PROMPTS} strings, none of them empty and none twice")
+    return tuple(value)
+
+
+def choices_setting(given: str | Sequence[str]) -> tuple[str, ...]:
+    """Those of an option: a list, or a text with commas between them. Raises BadArgument."""
+    try:
+        return choices([each.strip() for each in given.split(",")] if isinstance(given, str) else given, "choices")
+    except InvalidRow as error:
+        raise BadArgument(str(error)) from None
+
+
 _KINDS = ("text", "json_object", "json_schema")
 # What OpenAI has beside the schema; none of it changes what may be written.
 _BESIDE_SCHEMA = {"name": str, "description": str, "strict": bool}
@@ -377,6 +394,7 @@ FIELDS: Mapping[str, Mapping[Endpoint, Check]] = {
     "min_tokens": _everywhere(whole(LIMITS["min_tokens"])),
     "response_format": _everywhere(response_format),
     "structured_outputs": _everywhere(structured_outputs),
+    "choices": {SHORT: choices},
     "tools": {CHAT: tools, SHORT: tools},
     "tool_choice": {CHAT: tool_choice, SHORT: tool_choice},
     "chat_template_kwargs": {CHAT: chat_template_kwargs, SHORT: chat_template_kwargs},

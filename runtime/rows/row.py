@@ -205,13 +205,15 @@ class Defaults(SequenceSampling):
     `logprobs` and `prompt_logprobs` have no default: only a row itself can ask for them. `chat_template_kwargs` is the
     text of a JSON object, or nothing: a journal keeps it and compares it. `schema` is the text of a JSON schema. The
     others say what prompts are made of: `prompt_column` and `id_column` name fields of a row, `prompt` and `system` are
-    templates over its fields, and `chat` makes prompts messages of a user; None is "as the model can".
+    templates over its fields, and `chat` makes prompts messages of a user; None is "as the model can". `choices` are
+    scored instead of generating.
     """
 
     max_tokens: int = 256
     chat_template_kwargs: str = ""
     reasoning_effort: str | None = None
     schema: str | None = None
+    choices: tuple[str, ...] = ()
     prompt_column: str | None = None
     id_column: str | None = None
     prompt: str | None = None
@@ -223,9 +225,9 @@ class Defaults(SequenceSampling):
 class Row:
     """`index` counts rows from 0, `line` counts the file's lines from 1; blank lines make them differ.
 
-    `schema` is the text of a JSON schema, or another grammar, that every answer must follow. `own` are the user's
-    fields, which the answer repeats beside its own; `metadata` is OpenAI's field of that name, repeated in the answer's
-    body.
+    `schema` is the text of a JSON schema, or another grammar, that every answer must follow. Where there are `scored`
+    texts, nothing is generated: the answer says how likely each of them is. `own` are the user's fields, which the
+    answer repeats beside its own; `metadata` is OpenAI's field of that name, repeated in the answer's body.
     """
 
     index: int
@@ -238,6 +240,7 @@ class Row:
     model: str | None = None
     return_token_ids: bool = False
     schema: AnswerForm | None = None
+    scored: tuple[str, ...] = ()
     own: Mapping[str, Any] = field(default_factory=dict, compare=False)
     metadata: Any = field(default=None, compare=False)
 

@@ -175,7 +175,7 @@ class RowBuilder:
 
     def __init__(self, defaults: Defaults) -> None:
         self._seed = defaults.seed
-        self._schema_of_job = defaults.schema
+        self._schema_of_job, self._choices_of_job = defaults.schema, defaults.choices
         # SequenceSampling and what the chat template gets.
         self._defaults: Mapping[str, Any] = {
             field.name: getattr(defaults, field.name) for field in fields(SequenceSampling)
@@ -186,6 +186,7 @@ class RowBuilder:
     def build(self, body: Mapping[str, Any], endpoint: Endpoint, position: RowPosition) -> Row:
         """Raises `InvalidRow` naming the first field that cannot be run as it is."""
         given = read_fields(body, endpoint)
+        scored = self._scored(given, endpoint)
         prompts, num_samples = self._chat(_prompts(given, endpoint), given, body), given.get("n", 1)
         if len(prompts) * num_samples > MAX_PROMPTS:
             raise InvalidRow(
@@ -199,14 +200,26 @@ class RowBuilder:
             id=position.id,
             endpoint=endpoint,
             prompts=prompts,
-            params=self._params(given, position.id),
+            params=self._params({**given, "max_tokens": 1} if scored else given, position.id),
             num_samples=num_samples,
             model=given.get("model"),
             return_token_ids=given.get("return_token_ids", False),
-            schema=self._schema(given),
+            schema=None if scored else self._schema(given),
+            scored=scored,
             own=position.own,
             metadata=None if endpoint is Endpoint.SHORT else body.get("metadata"),
         )
+
+    def _scored(self, given: Mapping[str, Any], endpoint: Endpoint) -> tuple[str, ...]:
+        """The answers to score; the one token that a sequence generates is not looked at."""
+        scored: tuple[str, ...] = given.get("choices") or (self._choices_of_job if endpoint is Endpoint.SHORT else ())
+        for name in _GENERATING if scored else ():
+            if given.get(name, _GENERATING[name]) != _GENERATING[name]:
+                message = (
+                    f"{name} and choices are both given; keep one of them: choices are scored, nothing is generated"
+                )
+                raise InvalidRow(ErrorCode.INVALID_VALUE, message, name)
+        return scored
 
     def _params(self, given: Mapping[str, Any], row_id: str) -> SequenceSampling:
         values = dict(self._defaults)
@@ -310,6 +323,11 @@ def _forced_call(given: Mapping[str, Any]) -> ForcedCall | None:
 
 # Fields that say what form an answer must have.
 _FORMS = ("response_format", "structured_outputs")
+# Fields that say what is generated, and how each says nothing.
+_GENERATING: Mapping[str, Any] = {
+    **dict.fromkeys((*_FORMS, "prompt_logprobs", "tool_choice")), "tools": (), "n": 1, "min_tokens": 0,
+    "return_token_ids": False,
+}  # fmt: skip
 _CHAT_ONLY = ("tools", "chat_template_kwargs", "reasoning_effort", "max_thinking_tokens")
 
 

@@ -4,7 +4,7 @@ Those of one command are declared beside it (cli/), in the same form. Torch-free
 """
 
 # No annotations as texts here: the table is read at every start.
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
@@ -312,6 +312,14 @@ class RowOptions(TypedDict, total=False):
             metavar="FILE",
             takes=Takes.INPUT,
             common=True,
+        ),
+    ]
+    choices: Annotated[
+        str | Sequence[str] | None,
+        Option(
+            "Score these answers instead of generating one, unless a row has its own: 'invoice, letter, contract'.",
+            panel=Panel.ROWS,
+            metavar="A,B,...",
         ),
     ]
     chat: Annotated[

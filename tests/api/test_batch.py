@@ -1,5 +1,6 @@
 """`run_batch` is the job of `moedge batch`: the same options, the same job on disk, resumed by each other."""
 
+import csv
 import inspect
 import json
 import os
@@ -116,6 +117,47 @@ def test_a_job_stops_is_resumed_and_done_once(
     assert [json.loads(line)["id"] for line in out.read_text().splitlines()] == [str(index) for index in range(6)]
     assert run_batch(model, rows, out, ram="3GiB").rows.ok == 6, "a finished job is not run again"
     assert run_batch(model, rows, out, ram="3GiB", max_tokens=9, overwrite=True, progress=False).rows.ok == 6
+
+
+def test_choices_of_rows_are_scored_as_by_an_llm_and_a_stopped_job_goes_on(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model, rows, out = checkpoint("llama"), tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    chat = [{"role": "user", "content": "Is it a letter?"}]
+    lines: list[dict[str, Any]] = [
+        {"prompt": "The invoice says", "choices": [" letter", " letters of"], "text": "mine"},
+        {"messages": chat}, {"prompt": "And so", "choices": ["on"]}, {"prompt": "It is", "n": 2},
+    ]  # fmt: skip
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options: dict[str, Any] = {"ram": "3GiB", "choices": "yes, no ,perhaps not", "deterministic": True}
+    stopped = run_batch(model, rows, out, max_rows=1, progress=False, **options)
+    assert (stopped.rows.cut, stopped.tokens.generated) == (0, 0)
+    done = run_batch(model, rows, out, progress=False, **options)
+    assert (done.rows.ok, done.rows.failed, done.rows.cut, done.rows.finish_reasons) == (3, 1, 0, {"scored": 6})
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    with LLM(model, ram="3GiB", deterministic=True) as llm:
+        named = [each.get("choices") or ["yes", "no", "perhaps not"] for each in lines[:3]]
+        wanted = [
+            llm.score([prompt], each, progress=False)[0]
+            for prompt, each in zip(("The invoice says", chat, "And so"), named, strict=True)
+        ]
+        prompt_tokens = len(llm.get_tokenizer().encode("The invoice says letter")), 1
+    for answer, scores in zip(found, wanted, strict=True):
+        assert list(answer["logprobs"].items()) == list(zip(scores.choices, scores.logprobs, strict=True))
+        assert list(answer["probabilities"].values()) == list(scores.probabilities)
+        assert (answer["text"], answer["probability"]) == (scores.best, max(scores.probabilities))
+        assert answer["usage"]["completion_tokens"] == 0
+    assert found[0]["input_text"] == "mine"
+    assert found[2]["probability"] == 1.0
+    # A choice of one token, and one that has a second: the prompt counts once.
+    assert prompt_tokens[0] < found[0]["usage"]["prompt_tokens"] < 2 * prompt_tokens[0]
+    [refused] = [json.loads(line)["error"] for line in out.with_suffix(".errors.jsonl").open()]
+    assert (refused["code"], refused["param"]) == ("invalid_value", "n")
+    table = tmp_path / "table.csv"
+    run_batch(model, rows, table, progress=False, **options)
+    with table.open() as file:
+        first = next(csv.DictReader(file))
+    assert (first["text"], float(first["probability"])) == (found[0]["text"], found[0]["probability"])
 
 
 def test_ctrl_c_keeps_what_was_answered(

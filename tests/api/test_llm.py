@@ -238,14 +238,14 @@ def test_a_prompt_is_computed_once_for_all_of_its_choices(llm: LLM) -> None:
     assert computed < 2.2 * len(prompt[0]), "but for the last block of the cache, which is not shared"
 
 
-@pytest.mark.parametrize("choices", [[], ["yes", ""], "yes", ["yes", 3]])
+@pytest.mark.parametrize("choices", [[], ["yes", ""], "yes", ["yes", 3], ["yes", "yes"]])
 def test_what_is_no_list_of_choices_is_refused(choices: Any, llm: LLM) -> None:
-    with pytest.raises(BadArgument, match="choices must be one or more texts"):
+    with pytest.raises(BadArgument, match="choices must be"):
         llm.score(["Is it?"], choices)
 
 
 def test_a_prompt_that_is_too_long_with_a_choice_is_named(llm: LLM) -> None:
-    with pytest.raises(PromptError, match=r"prompts\[1\] with ' many words indeed'"):
+    with pytest.raises(PromptError, match=r"prompts\[1\]: 2\d\d prompt tokens"):
         llm.score(["Short", [7] * 198], [" many words indeed"], progress=False)
 
 

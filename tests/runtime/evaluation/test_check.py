@@ -163,7 +163,8 @@ Q, HEAD = "layer 0, self_attn.q_proj", "the output head"
 # By a bug's name: a model and a job in which it occurs, whether that is deterministic, and what is said first.
 PLANTED: dict[str, tuple[dict[str, int], tuple[str, str, str], bool, str]] = {
     "columns of a row's scale": (WIDE, ("int8", "float", "bf16"), False, Q),
-    "columns that many rows share": (WIDE, ("int8", "float", "bf16"), False, Q),
+    # Of experts, where a processor has another way for so many rows of a dense matrix.
+    "columns that many rows share": (WIDE, ("int8", "float", "bf16"), False, "layer 0, "),
     "columns of integers": (WIDE, ("int4", "int8", "bf16"), False, Q),
     "groups of a tile": (WIDE, ("int8", "float", "bf16"), False, Q),
     "tiles of a matrix": (WIDE, ("int8", "float", "bf16"), False, HEAD),

@@ -52,6 +52,23 @@ def test_i11_a_number_is_nothing_else(short: Make, name: str, value: Any) -> Non
     assert (error.code, error.param) == (ErrorCode.INVALID_TYPE, name)
 
 
+def test_i11_choices_are_some_different_texts_and_nothing_is_generated_to_them(short: Make, chat: Make) -> None:
+    row = short(prompt="a", choices=["b", "c"], max_tokens=7)
+    assert (row.scored, row.params.max_tokens) == (("b", "c"), 1)
+    for value, code in (("b", "type"), (["b", 1], "type"), ([], "value"), (["b", ""], "value"), (["b", "b"], "value")):
+        assert short(prompt="a", choices=value).code == f"invalid_{code}"
+    assert short(prompt="a", choices=[str(each) for each in range(2049)]).code is ErrorCode.INVALID_VALUE
+    for name, value in (
+        ("n", 2),
+        ("response_format", {"type": "json_object"}),
+        ("prompt_logprobs", 0),
+        ("min_tokens", 1),
+    ):
+        error = short(prompt="a", choices=["b"], **{name: value})
+        assert (error.code, error.param) == (ErrorCode.INVALID_VALUE, name)
+    assert chat(choices=["b"]).code is ErrorCode.UNSUPPORTED_PARAMETER
+
+
 @pytest.mark.parametrize("value", [1, [], {}, True])
 def test_i11_the_model_is_a_string_and_kept(chat: Make, value: Any) -> None:
     assert chat(model=value).code is ErrorCode.INVALID_TYPE
