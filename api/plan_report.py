@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .energy import energy_of
+from .energy import energy_lines, energy_of
 from .formatting import TIE, count, duration, escape_controls, fit, formats_line, kernel_lines, speed
 from .offload.budget import gib
 from .runtime.jobs.job_plan import equal_rows, measured_job, plan_request, refuse_unknown_machine
@@ -94,7 +94,7 @@ def plan(model: str | Path, input_file: str | Path | None = None, **options: Unp
 
 def make_report(model: str, input_file: Path | None, options: Mapping[str, Any]) -> PlanReport:
     """The same for options that are checked; those that `PlanOptions` does not have are ignored."""
-    cost = energy_of(options.get("watts"), options.get("price"), options.get("hosted"))
+    cost = energy_of(options)
     profile, gpu = options.get("machine"), options.get("gpu")
     machine = None if profile is None else Path(profile)
     refuse_unknown_machine(machine, gpu)
@@ -123,7 +123,9 @@ def make_report(model: str, input_file: Path | None, options: Mapping[str, Any])
     left_out = 0 if size is None else size.longer_than(result.plan.kv_tokens)
     shown = document(headers.name, result, points, suggestions(request, result), left_out, headers.download)
     if cost is not None:
-        shown["energy"] = cost.of(shown["job"], shown["prediction"])
+        job, predicted = shown["job"], shown["prediction"]
+        tokens = job["prompt_tokens"], job["generated_tokens"]
+        shown["energy"] = cost.of(predicted["loading_s"] + predicted["seconds"], job["sequences"], *tokens)
     return PlanReport(shown, result, notes)
 
 
@@ -275,23 +277,9 @@ def _speed(found: Mapping[str, Any]) -> Iterator[str]:
         yield READS_CHECKPOINT
     yield f"bottleneck: {_busy(predicted)}"
     if energy := found.get("energy"):
-        yield from _energy(energy)
+        yield from energy_lines(energy)
     if not machine["measured"]:
         yield "machine not measured: assuming a slow one; run `moedge doctor`"
-
-
-def _energy(energy: Mapping[str, Any]) -> Iterator[str]:
-    """Each with what 1,000 rows take of it."""
-
-    def each(name: str) -> str:
-        return f"{energy[f'{name}_per_1000_rows']:,.3g} per 1,000 rows"
-
-    yield f"energy at {energy['watts']:,g} W: {energy['kwh']:,.3g} kWh, {each('kwh')}"
-    if energy["cost"] is not None:
-        yield f"it costs {energy['cost']:,.2f}, {each('cost')}, at {energy['price']:,g} a kWh"
-    if energy["hosted"] is not None:
-        prompts, generated = energy["hosted_prices"]
-        yield f"hosted at {prompts:,g} and {generated:,g} a million tokens: {energy['hosted']:,.2f}, {each('hosted')}"
 
 
 READS_CHECKPOINT = "0 GiB to write: every pass reads the checkpoint's own files"

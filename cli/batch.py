@@ -7,15 +7,16 @@ import os
 import shlex
 import sys
 import tempfile
+from collections.abc import Mapping
 from importlib.resources import as_file, files
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, Unpack, cast
 
 import typer
 
 from ..offload.errors import ExitCode
 from ..runtime.settings.option import Option, Panel, Takes
-from ..runtime.settings.options import BatchOptions
+from ..runtime.settings.options import BatchOptions, EnergyOptions
 from .options import options
 from .options.options import ViewOptions
 
@@ -33,7 +34,7 @@ INPUT = Annotated[
 ]
 
 
-class BatchCommand(BatchOptions, ViewOptions, total=False):
+class BatchCommand(BatchOptions, EnergyOptions, ViewOptions, total=False):
     """The options of `moedge batch`."""
 
     output: Annotated[
@@ -80,10 +81,12 @@ def batch(model: options.MODEL, input_file: INPUT, **given: Unpack[BatchCommand]
 
 def job_view(given: ViewOptions, answers: AnswerStream | None = None) -> JobView:
     """What shows a job as these options say."""
+    from ..energy import energy_of
     from .views.job_view import JobView
 
     style, shown = given["progress"], given["output_format"]
-    return JobView(style, given["quiet"], shown, verbose=given["verbose"], answers=answers)
+    energy = energy_of(cast(Mapping[str, Any], given))
+    return JobView(style, given["quiet"], shown, verbose=given["verbose"], answers=answers, energy=energy)
 
 
 def _to_stdout(request: BatchRequest, given: BatchCommand) -> ExitCode:

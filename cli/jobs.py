@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Unpack
 import typer
 
 from ..runtime.settings.option import Option
-from ..runtime.settings.options import BudgetOptions, ClusterOptions, StoppingOptions
+from ..runtime.settings.options import BudgetOptions, ClusterOptions, EnergyOptions, StoppingOptions
 from .batch import job_view
 from .options import options
 from .options.configured_command import ConfiguredCommand
@@ -79,7 +79,7 @@ def show(job: JOB, as_json: JSON = False) -> None:
         print_documents(status)
 
 
-class ResumeCommand(BudgetOptions, ClusterOptions, StoppingOptions, ViewOptions, total=False):
+class ResumeCommand(BudgetOptions, ClusterOptions, StoppingOptions, EnergyOptions, ViewOptions, total=False):
     """The options of `moedge jobs resume`."""
 
     failed: Annotated[bool, Option("Run failed rows again.", False, common=True)]

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ...batch import JobObserver, run_job
+from ...energy import EnergyPrice, energy_lines
 from ...formatting import duration, kernel_lines, loss_line, speed
 from ...offload.budget import gib
 from ...offload.errors import ExitCode
@@ -129,6 +130,15 @@ def _percentiles(values: Percentiles) -> str:
     return f"p50 {values.p50:.3g} s, p99 {values.p99:.3g} s"
 
 
+def _energy(price: EnergyPrice | None, summary: RunSummary, num_before: int) -> Iterator[str]:
+    """Of a run that found `num_before` rows done; its rows have the tokens that the job's have on average."""
+    rows = summary.rows.ok + summary.rows.failed
+    if price is None or (done := rows - num_before) <= 0:
+        return
+    tokens = (count * done / rows for count in (summary.tokens.prompt, summary.tokens.generated))
+    yield from energy_lines(price.of(summary.seconds.total or 0, done, *tokens))
+
+
 class JobView(JobObserver):
     """Runs a job, state by state, and reports it in the requested style."""
 
@@ -140,13 +150,15 @@ class JobView(JobObserver):
         *,
         verbose: bool = False,
         answers: AnswerStream | None = None,
+        energy: EnergyPrice | None = None,
         kept: bool = True,
     ) -> None:
-        """`answers` also go there while the job runs; `verbose` shows all numbers of the run at its end.
+        """`answers` also go there while the job runs; `verbose` shows all numbers of the run at its end, `energy` what
+        the run took of it.
 
         A job that is not `kept` is removed when it has ended: nobody is sent to its files.
         """
-        self._answers = answers
+        self._answers, self._energy = answers, energy
         self._kept = kept
         self._verbose = verbose
         as_json = output_format == "json"
@@ -157,7 +169,7 @@ class JobView(JobObserver):
         self._signals = StopSignals()
         self._bar = Progress()
         self._eta: Eta | None = None
-        self._num_rows = self._said = self._ram_nbytes = 0
+        self._num_rows = self._num_before = self._said = self._ram_nbytes = 0
 
     def run(self, request: BatchRequest, summary_path: Path | None) -> ExitCode:
         with self._signals:
@@ -175,13 +187,15 @@ class JobView(JobObserver):
             ended.summary.write(summary_path)
         if ended.summary.passes.count is not None:
             self._console.print(summary_table(ended.summary, self._verbose))
+            for line in _energy(self._energy, ended.summary, self._num_before):
+                self._say(line)
         if self._answers is not None:
             self._answers.upto(ended.session.folder.journal)
         return self._conclude(ended) if ended.reason is None else self._stopped(ended)
 
     def checked(self, checked: Checked) -> None:
         found, done = checked.preflight, checked.claim.num_done
-        self._num_rows = found.num_rows
+        self._num_rows, self._num_before = found.num_rows, done
         self._say(found.report(checked.request.lenient))
         if checked.claim.job_id is not None:
             left = found.num_rows - done

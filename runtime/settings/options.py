@@ -431,7 +431,42 @@ class LLMOptions(EngineOptions, StreamingOptions, WorkloadOptions, SeedOptions, 
     ]
 
 
-class PlanOptions(EngineOptions, WorkloadOptions, AnswerLength, RowOptions, total=False):
+class EnergyOptions(TypedDict, total=False):
+    """What a job's energy is counted with."""
+
+    watts: Annotated[
+        float | None,
+        Option(
+            "What the whole machine takes while it computes: says the energy of the job.",
+            panel=Panel.OUTPUT,
+            low=1,
+            key=True,
+            example="180",
+        ),
+    ]
+    price: Annotated[
+        str | None,
+        Option(
+            "What a kWh costs, with --watts: says what the energy costs.",
+            panel=Panel.OUTPUT,
+            metavar="0.30/kWh",
+            key=True,
+            example='"0.30/kWh"',
+        ),
+    ]
+    hosted: Annotated[
+        str | None,
+        Option(
+            "A hosted price of a million tokens, of prompts and generated, to compare.",
+            panel=Panel.OUTPUT,
+            metavar="0.10,0.40",
+            key=True,
+            example='"0.10,0.40"',
+        ),
+    ]
+
+
+class PlanOptions(EngineOptions, WorkloadOptions, AnswerLength, RowOptions, EnergyOptions, total=False):
     """The options of `moedge plan` and `plan`."""
 
     machine: Annotated[
@@ -441,14 +476,4 @@ class PlanOptions(EngineOptions, WorkloadOptions, AnswerLength, RowOptions, tota
     gpu: Annotated[
         str | None,
         Option('Plan for a GPU that is not here, by its data sheet: "RTX 3060 12GB".', metavar="NAME", common=True),
-    ]
-    watts: Annotated[
-        float | None, Option("What the whole machine takes while it computes: says the energy of the job.", low=1)
-    ]
-    price: Annotated[
-        str | None, Option("What a kWh costs, with --watts: says what the energy costs.", metavar="0.30/kWh")
-    ]
-    hosted: Annotated[
-        str | None,
-        Option("A hosted price of a million tokens, of prompts and generated, to compare.", metavar="0.10,0.40"),
     ]

@@ -99,6 +99,31 @@ def test_a_batch_answers_rows_of_every_form(
     assert "1 row is longer than the context" in printed.err
 
 
+def test_a_run_says_the_energy_and_the_cost_of_its_own_rows(
+    checkpoint: Callable[[str], Path],
+    cli: Callable[..., int],
+    rows_file: Callable[[Path, Rows], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = [{"id": str(each), "prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True} for each in range(6)]
+    source, out, summary = rows_file(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl", tmp_path / "summary.json"
+    prices = ("--watts", 1000, "--price", "0.30/kWh", "--hosted", "100,1000")
+    assert cli("batch", checkpoint("llama"), source, "-o", out, "--max-rows", 4) == 75
+    capsys.readouterr()
+    assert cli("batch", checkpoint("llama"), source, "-o", out, "--summary", summary, *prices) == 0
+    said = capsys.readouterr().err
+    seconds = json.loads(summary.read_text())["seconds"]["total"]
+    assert f"energy at 1,000 W: {seconds / 3600:,.3g} kWh, {seconds / 3600 / 2 * 1000:,.3g} per 1,000 rows" in said
+    assert (
+        f"it costs {0.3 * seconds / 3600:,.2f}, {0.3 * seconds / 3600 * 500:,.3g} per 1,000 rows, at 0.3 a kWh" in said
+    )
+    # Two rows of three and four tokens.
+    assert "hosted at 100 and 1,000 a million tokens: 0.01, 4.3 per 1,000 rows" in said
+    assert cli("batch", checkpoint("llama"), source, "-o", tmp_path / "more.jsonl", "--price", "0.3") == 2
+    assert "--price needs --watts" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("quant", ["none", "int8", "nf4", "mxfp4"])
 def test_packed_bytes_are_reported_beside_those_asked_for(
     quant: str, checkpoint: Callable[[str], Path], cli: Callable[..., int], good: Path, tmp_path: Path

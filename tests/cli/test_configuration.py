@@ -70,13 +70,13 @@ def requested(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Callable[..., BatchR
     def call(*flags: str) -> BatchRequest:
         assert cli("batch", "model", "in.jsonl", "-o", "out.jsonl", *flags) == 0
         request, view = seen[-1]
-        request_view.update(style=str(view._style))
+        request_view.update(style=str(view._style), energy=view._energy)
         return request
 
     return call
 
 
-request_view: dict[str, str] = {}
+request_view: dict[str, Any] = {}
 
 # By key: a value that is not the default, as a file writes it, and where it arrives.
 ARRIVES: dict[str, tuple[str, Callable[[BatchRequest], object], object]] = {
@@ -103,12 +103,20 @@ ARRIVES: dict[str, tuple[str, Callable[[BatchRequest], object], object]] = {
     "lenient": ("true", lambda r: r.lenient, True),
     "csv-safe": ("true", lambda r: r.csv_safe, True),
     "progress": ('"none"', lambda r: request_view["style"], "none"),
+    "watts": ("180", lambda r: getattr(request_view["energy"], "watts", None), 180),
+    "price": ('"0.3/kWh"', lambda r: getattr(request_view["energy"], "price", None), 0.3),
+    "hosted": ('"1,2"', lambda r: getattr(request_view["energy"], "hosted", None), (1, 2)),
     "stream": ('"wanted"', lambda r: r.stream, "wanted"),
     "ray-workers": ("3", lambda r: r.cluster and r.cluster.workers, 3),
     "job-dir": ('"kept"', lambda r: r.output.parent.name, "kept"),
 }
 # What a setting needs to be of use.
-BESIDE = {"ray-workers": ["--ray", "local"], "job-dir": ["-o", "-"]}
+BESIDE = {
+    "price": ["--watts", "9"],
+    "hosted": ["--watts", "9"],
+    "ray-workers": ["--ray", "local"],
+    "job-dir": ["-o", "-"],
+}
 
 
 def test_every_option_that_may_stand_is_tried_below() -> None:
@@ -130,7 +138,7 @@ def flags(key: str) -> list[str]:
 
 def test_all_options_arrive_together_from_every_source(places: Places, requested: Callable[..., BatchRequest]) -> None:
     """Those that are true or false could be mistaken for each other here, and not where each is alone."""
-    beside = [word for words in BESIDE.values() for word in words]
+    beside = [word for words in BESIDE.values() if words[0].removeprefix("--") not in ARRIVES for word in words]
 
     def arrived(*arguments: str) -> set[str]:
         request = requested(*beside, *arguments)
