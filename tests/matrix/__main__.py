@@ -30,6 +30,7 @@ RUNS = {
     "expert_modes": "every way to stream and hold experts gives the same tokens",
     "failing_calls": "jobs, documents, preparations and servers whose k-th call fails, for every k, lose nothing",
     "kills": "preparations and jobs that are killed end with the same bytes",
+    "stops": "what stops, kills and power cuts of a whole command cost, in tokens",
     "ray": "jobs on a Ray cluster whose workers are killed end with the same bytes",
     "documents": "jobs over folders of documents that are killed end with the same bytes",
     "formats": "every layout of quantized checkpoints, in every group of families",
