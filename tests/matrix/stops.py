@@ -189,8 +189,8 @@ def of_stops(job: Stopped, what: str, draw: random.Random) -> list[str]:
     # A polite stop records everything; a kill costs what had no record.
     allowed = job.needed * (1 + WASTE) + (sum(unrecorded) if what == "kills" else 0)
     print(
-        f"{len(unrecorded)} {what}: {generated:,} tokens generated, {generated / job.needed:.4f} of those needed; without "
-        f"a record at the {what}: {sum(unrecorded):,}; computed again: {resumed:,} tokens of prompts and answers"
+        f"{len(unrecorded)} {what}: {generated:,} tokens generated, {generated / job.needed:.4f} of those needed; "
+        f"without a record at the {what}: {sum(unrecorded):,}; computed again: {resumed:,} tokens of prompts and answers"
     )
     wrong = [f"{generated:,} tokens generated, {allowed:,.0f} allowed"] if generated > allowed else []
     wrong += [f"only {len(unrecorded)} {what}"] if len(unrecorded) < STOPS else []
