@@ -190,7 +190,7 @@ def of_stops(job: Stopped, what: str, draw: random.Random) -> list[str]:
     allowed = job.needed * (1 + WASTE) + (sum(unrecorded) if what == "kills" else 0)
     print(
         f"{len(unrecorded)} {what}: {generated:,} tokens generated, {generated / job.needed:.4f} of those needed; "
-        f"without a record at the {what}: {sum(unrecorded):,}; computed again: {resumed:,} tokens of prompts and answers"
+        f"without a record at the {what}: {sum(unrecorded):,}; computed again, of prompts and answers: {resumed:,}"
     )
     wrong = [f"{generated:,} tokens generated, {allowed:,.0f} allowed"] if generated > allowed else []
     wrong += [f"only {len(unrecorded)} {what}"] if len(unrecorded) < STOPS else []
