@@ -105,7 +105,8 @@ def tried(scenario: Scenario, call: str, every: int) -> Iterator[str]:
         scenario.reset()
         ended = scenario.commands.run(scenario.command, Fault(call, last, number, str(scenario.work)))
         codes[ended.code] += 1
-        faults = [f"{what}: {fault}: {ended.said[-1500:]}"] if (fault := wrong(ended)) else []
+        fault = wrong(ended) or ("it said that all is well" * (ended.code == 0 and scenario.found() != reference))
+        faults = [f"{what}: {fault}: {ended.said[-1500:]}"] if fault else []
         again = scenario.commands.run(scenario.command)
         if again.code != 0 or scenario.found() != reference:
             faults += [f"{what}: exit code {ended.code}, then {again.code}: {ended.said[-500:]}{again.said[-500:]}"]
