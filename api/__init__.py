@@ -83,11 +83,13 @@ def __getattr__(name: str) -> Any:
         value: Any = version("moedge")
     elif name in _MODULES:
         from .computing import settle
+        from .offload.memory import gc_paused
 
         # Before torch is loaded, as the command line does: its threads and allocators read the environment once.
         settle()
         try:
-            value = getattr(import_module(_MODULES[name], __name__), name)
+            with gc_paused():
+                value = getattr(import_module(_MODULES[name], __name__), name)
         except ModuleNotFoundError as error:
             if not (error.name or "").startswith(f"{__name__}.apps."):
                 raise

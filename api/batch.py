@@ -27,7 +27,7 @@ from .runtime.settings.applications import hooks
 from .runtime.settings.errors import BadArgument, SettingError
 from .runtime.settings.option import check, with_options
 from .runtime.settings.options import BatchOptions
-from .runtime.settings.stages import stage
+from .runtime.settings.stages import importing, stage
 from .runtime.source.model_source import ModelSource
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _load(checked: Checked, observer: JobObserver, resources: ExitStack) -> Exec
     observer.checked(checked)
     refuse_unreachable(checked)
     _refuse_too_small(checked)
-    with stage("importing torch"):
+    with importing("torch"):
         from .runtime.jobs.job import Measured
     with stage("counting tokens"):
         measured = Measured.of(checked)
@@ -338,7 +338,7 @@ class JobSeries:
         observer.checked(checked)
         if self._cluster is None:
             refuse_unreachable(checked)
-        with stage("importing torch"):
+        with importing("torch"):
             from .runtime.jobs.job import Measured
         measured = Measured.of(replace(checked, given=given))
         observer.measured(measured)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .offload.memory import gc_paused
+
 if TYPE_CHECKING:
     from .batch import BatchProgress, JobObserver, JobSeries, batch_request, first_state
     from .computing import TorchBuild, dotted, find_torch, settle, unusable_torch
@@ -410,5 +412,6 @@ if not TYPE_CHECKING:
         """Imports what was asked for: most of it needs no torch."""
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        module = import_module(_MODULES[name], __package__)
+        with gc_paused():
+            module = import_module(_MODULES[name], __package__)
         return module if name in _WHOLE else getattr(module, name)

@@ -68,7 +68,7 @@ def _measure(model: str, sequences: str, given: BenchCommand) -> dict[str, Any]:
     from rich.console import Console
 
     from ..runtime.jobs.request import budgets_of, settings_of, stream_of
-    from ..runtime.settings.stages import stage, watching
+    from ..runtime.settings.stages import importing, watching
     from ..runtime.source.model_source import open_source
     from .views.progress import stages_on
 
@@ -77,7 +77,7 @@ def _measure(model: str, sequences: str, given: BenchCommand) -> dict[str, Any]:
         with open_source(model):
             # A model that is refused is refused before torch is imported.
             pass
-        with stage("importing torch"):
+        with importing("torch"):
             from ..runtime.evaluation.speed import Load
             from ..runtime.evaluation.speed import bench as measure
         load = Load(counts, given["prompt_tokens"], given["max_tokens"], given["seed"])

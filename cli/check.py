@@ -63,7 +63,7 @@ def _check(model: str, given: CheckCommand) -> CheckReport:
     from rich.console import Console
 
     from ..runtime.jobs.request import budgets_of
-    from ..runtime.settings.stages import stage, watching
+    from ..runtime.settings.stages import importing, watching
     from ..runtime.source.model_source import open_source
     from .views.progress import stages_on
 
@@ -73,7 +73,7 @@ def _check(model: str, given: CheckCommand) -> CheckReport:
                 with open_source(each, tokenizer=False):
                     # A model that is refused is refused before torch is imported.
                     pass
-        with stage("importing torch"):
+        with importing("torch"):
             from ..runtime.evaluation.check import check as compare
         asked: Mapping[str, Any] = given
         precision = {name: asked[name] for name in options_of(PrecisionOptions)}

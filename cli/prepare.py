@@ -68,12 +68,12 @@ def _prepare(model: str, given: PrepareCommand, budgets: Budgets, say: Callable[
 
     say(f"preparing {model}")
     from ..offload.memory import host_peak
-    from ..runtime.settings.stages import stage
+    from ..runtime.settings.stages import importing
     from ..runtime.source.model_source import open_source
 
     begun = time.perf_counter()
     with open_source(model) as source:
-        with stage("importing torch"):
+        with importing("torch"):
             from ..runtime.loading.prepare import precision, store_path
             from ..runtime.loading.prepare import prepare as write_store
             from ..runtime.shape.shards import bits_lost, default_format, weights_nbytes

@@ -49,7 +49,7 @@ def _print_answer(model: str, prompt: str, given: RunCommand, variables: Mapping
 
     from ..formatting import escape_controls
     from ..runtime.jobs.request import budgets_of, settings_of
-    from ..runtime.settings.stages import stage, watching
+    from ..runtime.settings.stages import importing, watching
     from ..runtime.source.model_source import open_source
     from .views.progress import stages_on
 
@@ -57,7 +57,7 @@ def _print_answer(model: str, prompt: str, given: RunCommand, variables: Mapping
         with open_source(model):
             # A model that is refused is refused before torch is imported.
             pass
-        with stage("importing torch"):
+        with importing("torch"):
             from ..generation import PromptOptions, answer
         asked = PromptOptions(
             max_tokens=given["max_tokens"],

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import re
 import resource
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -313,3 +314,20 @@ class Heap:
         """Returns all free memory to the system; the resident bytes after that."""
         trim()
         return host_resident()
+
+
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """Pauses the garbage collector while many objects without reference cycles, such as tensor entries or modules, are
+    created.
+
+    Otherwise it traverses all of them again and again while their number grows, which takes a third of the time that
+    reading the headers of a large checkpoint takes, and a quarter of what importing torch and transformers takes.
+    """
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()

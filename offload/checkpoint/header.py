@@ -7,13 +7,11 @@ file format (https://huggingface.co/docs/safetensors), not models. Torch-free.
 from __future__ import annotations
 
 import codecs
-import gc
 import json
 import math
 import struct
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, NamedTuple, Never
 
@@ -72,22 +70,6 @@ def _refuse_constant(literal: str) -> Never:
 _STRICT = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse_constant)
 # This decoder keeps the last of several values with the same name.
 _QUICK = json.JSONDecoder(parse_constant=_refuse_constant)
-
-
-@contextmanager
-def gc_paused() -> Iterator[None]:
-    """Pauses the garbage collector while many objects without reference cycles, such as tensor entries, are created.
-
-    Otherwise it traverses all of them again and again while their number grows, which takes a third of the time that
-    reading the headers of a large checkpoint takes.
-    """
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()
 
 
 # The largest checkpoints hold 92,000 tensors in 11 MB of headers, spread over several files. Python objects take ten

@@ -4,10 +4,13 @@ Code that works opens a `stage` and calls `advance` on it; it knows nobody who w
 with `watching`. Without a watcher, a stage costs nothing. A stage within another one is part of it and is not reported.
 """
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+
+from ...offload.memory import gc_paused
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,3 +53,11 @@ def stage(doing: str, nbytes: int | None = None, announcement: str = "") -> Iter
     )
     with shown as advance, watching(None):
         yield advance
+
+
+@contextmanager
+def importing(what: str) -> Iterator[None]:
+    """Reports an import that takes seconds. What it has created is not traversed by the garbage collector any more."""
+    with stage(f"importing {what}"), gc_paused():
+        yield
+    gc.freeze()

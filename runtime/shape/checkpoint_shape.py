@@ -10,8 +10,9 @@ from typing import Any
 
 from ...offload.checkpoint.checkpoint import Checkpoint
 from ...offload.checkpoint.gguf_file import GgufCheckpoint, is_gguf
-from ...offload.checkpoint.header import TensorEntry, described, gc_paused
+from ...offload.checkpoint.header import TensorEntry, described
 from ...offload.errors import BadCheckpoint
+from ...offload.memory import gc_paused
 from ...quant.formats.format import DTYPES
 from ..settings.errors import UnsupportedModel
 from .config import ModelConfig, head_dim, kv_heads

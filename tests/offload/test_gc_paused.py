@@ -1,10 +1,10 @@
-"""The collector rests for a while and is then as it was, however the while ends (`offload/checkpoint/header.py`)."""
+"""The collector rests for a while and is then as it was, however the while ends (`offload/memory.py`)."""
 
 import gc
 
 import pytest
 
-from moedge.offload.checkpoint.header import gc_paused
+from moedge.offload.memory import gc_paused
 
 
 def fail() -> None:
