@@ -13,7 +13,7 @@ OLDEST := .venv-oldest
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist worksteal --durations 20
 
-.PHONY: demo native test test-all real real-quick test-oldest test-isa test-gpu coverage lint links bench bench-toy matrix kernels kernels-quick tables clean
+.PHONY: demo native test test-all real real-quick test-oldest test-isa test-gpu coverage lint links bench bench-toy matrix kernels kernels-quick tables release clean
 
 demo: $(DEMO)
 	$(BIN)/moedge demo
@@ -86,6 +86,10 @@ kernels-quick: $(STAMP)
 # Tables that are generated from transformers and from the code; tests fail when they are not current.
 tables: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python -m support.defaults_table
+
+# The wheels of this version in dist/, tried in bare environments, and its notes; of what is committed.
+release:
+	.ci/release
 
 # mypy follows folders, not the import hook of an editable install: links give it the installed names, and bench.
 links:
