@@ -346,7 +346,7 @@ class DocumentJob:
                 parts = ("chunk", "first_page", "last_page") if self._question.long is Long.SPLIT else ()
                 write_table(
                     self._paths.outputs.out.suffix, lambda: _lines(lines.hidden), fields, out.write,
-                    formulas=not self._request.batch.csv_safe,
+                    formulas=not self._request.batch.csv_safe, bom=self._request.batch.csv_bom,
                     first=("source", *parts, *(() if fields else ("text",))),
                 )  # fmt: skip
         finally:

@@ -102,6 +102,7 @@ class DocumentJobOptions(
     options.SamplingOptions,
     options.ClusterOptions,
     options.StoppingOptions,
+    options.TableOptions,
     total=False,
 ):
     """The options of `moedge docs`."""

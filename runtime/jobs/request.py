@@ -88,6 +88,7 @@ class BatchRequest:
     stream: Mode | None = None
     lenient: bool = False
     csv_safe: bool = False
+    csv_bom: bool = False
     input_format: InputFormat = InputFormat.AUTO
     resume: ResumeOptions = field(default_factory=ResumeOptions)
     plan: Path | None = None
@@ -105,6 +106,7 @@ class BatchRequest:
             "defaults": asdict(self.defaults),
             "lenient": self.lenient,
             "csv_safe": self.csv_safe,
+            "csv_bom": self.csv_bom,
             "input_format": self.input_format,
         }
 
@@ -137,6 +139,7 @@ def resumed(
         limits=limits,
         lenient=request["lenient"],
         csv_safe=request.get("csv_safe", False),
+        csv_bom=request.get("csv_bom", False),
         input_format=InputFormat(request.get("input_format", InputFormat.AUTO)),
         resume=replace(resume, cancelled=True),
     )
@@ -413,6 +416,7 @@ def request_of(
         limits=limits_of(options),
         lenient=options.get("lenient", False),
         csv_safe=options.get("csv_safe", False),
+        csv_bom=options.get("csv_bom", False),
         resume=ResumeOptions(
             drift=(drift,) if isinstance(drift, str) else tuple(drift or ()),
             overwrite=options.get("overwrite", False),
