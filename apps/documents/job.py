@@ -34,7 +34,7 @@ from .merging import Merger, Missing, PromptTokens
 from .question import Long, Prompts, document_facts
 from .readers.read import refuse_missing_readers
 from .request import DocumentPaths, DocumentsRequest, refuse_foreign
-from .rounds import Entry, EntryLog, IndexedEntries, Round, Rounds, RowAnswers, read_entries, row_id
+from .rounds import Entry, EntryLog, IndexedEntries, Round, Rounds, RowAnswers, read_entries
 from .schemas import KeyedLists
 from .table import DocumentTable, Mirror, Totals
 from .unpacking import Unpacked
@@ -293,7 +293,7 @@ class DocumentJob:
         spans = tuple((each.start, each.end, *(each.pages or (0, 0))) for each in chunks)
         entry = Entry(found.source, found.sha256, document_facts(found), spans, found.notes)
         tokens = self._tokens.prompt
-        rows = [AskedRow(row_id(entry.key, 0, number), each, tokens(each)) for number, each in enumerate(prompts)]
+        rows = [AskedRow(name, each, tokens(each)) for name, each in zip(entry.chunk_ids, prompts, strict=True)]
         return entry, rows
 
     def _refused(self, found: Document, code: str, message: str) -> Entry:

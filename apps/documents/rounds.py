@@ -2,7 +2,8 @@
 
 The first round are chunks of documents, and grows while they are read; later ones are merges of partial answers, and
 whatever was added to the folder since. An answer is found again by the id of its row, which says document, level and
-number. An index has an entry for each document.
+number, and what it depends on: where the document is split, or the answers that are merged. An index has an entry for
+each document.
 """
 
 from __future__ import annotations
@@ -196,7 +197,18 @@ class Entry:
     @property
     def key(self) -> str:
         """Identifies the document by its path and its bytes."""
-        return blake2b(f"{self.sha256}:{self.source}".encode(), digest_size=10).hexdigest()
+        return _digest(f"{self.sha256}:{self.source}")
+
+    @property
+    def chunk_ids(self) -> list[str]:
+        """Those of the rows that ask about the chunks: a document that is split elsewhere has others."""
+        whole = len(self.chunks) < 2
+        key = self.key if whole else _digest(f"{self.sha256}:{self.source}:{self.chunks}")
+        return [f"{key}.0.{index}" for index in range(len(self.chunks))]
+
+    def merge_id(self, level: int, index: int, prompt: str) -> str:
+        """That of a merge, which has another prompt where an answer that it merges is another."""
+        return f"{self.key}.{level}.{index}.{_digest(prompt)}"
 
     def pages(self, first: int, last: int) -> tuple[int, int] | None:
         """The pages of the chunks `first` to `last`, counted from 0."""
@@ -207,9 +219,8 @@ class Entry:
         return json.dumps(asdict(self), separators=(",", ":")).encode()
 
 
-def row_id(key: str, level: int, index: int) -> str:
-    """Of chunk `index` at level 0, and of the merge of that number at higher ones."""
-    return f"{key}.{level}.{index}"
+def _digest(text: str) -> str:
+    return blake2b(text.encode(), digest_size=10).hexdigest()
 
 
 def read_entries(path: Path) -> Iterator[Entry]:
