@@ -217,6 +217,17 @@ class DocumentJob:
         answers = self.rounds.answers()
         return self.rounds.add(self._merges(answers))
 
+    def in_use(self, row_ids: Mapping[str, int]) -> frozenset[int]:
+        """Those of these rows whose answers the output is made of today: no merge of answers that grew is, and no
+        part of a document that was removed or is split elsewhere."""
+        answers = self.rounds.answers(row_ids)
+        for entry in read_entries(self.index):
+            # A document that lacks an answer is not looked at further.
+            answers.wanted.update(each for each in entry.chunk_ids if each in row_ids)
+            if entry.error is None and self._question.long is Long.MAP_REDUCE:
+                self._merger.advance(entry, answers)
+        return frozenset(row_ids[each] for each in answers.wanted)
+
     def publish(self, made_by: Mapping[str, Any]) -> None:
         """Writes OUT and the errors beside it. Raises OutputExists where something else has their names."""
         outputs = self._paths.outputs

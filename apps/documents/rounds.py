@@ -13,7 +13,7 @@ import sqlite3
 import tempfile
 import weakref
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from hashlib import blake2b
@@ -72,6 +72,11 @@ class Round:
     def finished(self) -> bool:
         return self.answers.exists()
 
+    def ids(self, numbers: Container[int]) -> dict[str, int]:
+        """The rows of these numbers by their ids."""
+        with self.rows.open("rb") as file:
+            return {json.loads(line)["id"]: number for number, line in enumerate(file) if number in numbers}
+
     def write(self, rows: Iterable[Mapping[str, Any]]) -> int:
         """Returns their number; without any, nothing is written."""
         count = 0
@@ -109,9 +114,9 @@ class Rounds:
         self.all.append(made)
         return made
 
-    def answers(self) -> RowAnswers:
+    def answers(self, noted: Container[str] = ()) -> RowAnswers:
         """Those of the rounds that are finished now, and those that a stopped one has so far."""
-        return RowAnswers(path for each in self.all for path in each.files)
+        return RowAnswers((path for each in self.all for path in each.files), noted)
 
 
 class LineOffsets:
@@ -153,11 +158,16 @@ _OFFSET_BITS = 48
 class RowAnswers:
     """The rows of files by the `id` in each, and their answers, read one at a time; of two with one id, the later."""
 
-    def __init__(self, paths: Iterable[Path]) -> None:
+    def __init__(self, paths: Iterable[Path], noted: Container[str] = ()) -> None:
+        """Of the rows in `noted`, those that are looked for are in `wanted`."""
+        self.wanted = set[str]()
+        self._noted = noted
         self._paths = [path for path in paths if path.exists()]
         self._offsets = LineOffsets(self._lines())
 
     def __contains__(self, row_id: str) -> bool:
+        if row_id in self._noted:
+            self.wanted.add(row_id)
         return self._offsets.find(row_id) is not None
 
     def __getitem__(self, row_id: str) -> Answer:

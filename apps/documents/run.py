@@ -198,24 +198,28 @@ class _RoundRunner:
     def run(self, current: Round, retry: bool = False) -> str | None:
         """Why the round stopped early; None where all of its rows have answers. With `retry`, those that failed run
         again."""
-        return self._series.run(self._series.open(self._round_request(current, retry), self._first))
+        return self._run(current, retry, self._cut_rows(current))
+
+    def _run(self, current: Round, retry: bool, cut_rows: frozenset[int]) -> str | None:
+        return self._series.run(self._series.open(self._round_request(current, retry, cut_rows), self._first))
 
     def run_again(self) -> str | None:
         """Runs failed rows of all rounds again and continues cut ones, where the request says so; why that stopped
         early, else None."""
         for each in self._job.rounds.all:
             failed = self._request.resume.failed and each.outputs.errors.exists()
-            if failed or self._was_cut(each):
+            if (cut_rows := self._cut_rows(each)) or failed:
                 # A round without its answers is one that the next run continues.
                 each.outputs.out.unlink(missing_ok=True)
-                if reason := self.run(each, failed):
+                if reason := self._run(each, failed, cut_rows):
                     return reason
         return None
 
-    def _was_cut(self, current: Round) -> bool:
-        """Whether rows of a round are to be continued."""
+    def _cut_rows(self, current: Round) -> frozenset[int]:
+        """The rows of a round that are to be continued."""
         state, longest = first_state(JobFolder(current.outputs.job)), self._request.resume.cut_to
-        return state is not None and longest is not None and bool(state.cut_rows(longest))
+        cut = () if state is None or longest is None else state.cut_rows(longest)
+        return self._job.in_use(current.ids(set(cut))) if cut else frozenset()
 
     def made_by(self) -> dict[str, Any]:
         """The columns that every row of the output has."""
@@ -229,7 +233,7 @@ class _RoundRunner:
         first = self._job.rounds.first
         return None if first is None else JobFolder(first.outputs.job)
 
-    def _round_request(self, current: Round, retry: bool) -> BatchRequest:
+    def _round_request(self, current: Round, retry: bool, cut_rows: frozenset[int]) -> BatchRequest:
         request = self._request
         defaults = replace(
             request.defaults, prompt_column="prompt", system=self._question.system, schema=self._question.grammar
@@ -239,7 +243,7 @@ class _RoundRunner:
             input=current.rows,
             output=current.answers,
             defaults=defaults,
-            resume=replace(request.resume, failed=retry),
+            resume=replace(request.resume, failed=retry, cut_rows=cut_rows),
             # Rows that templates spoiled are errors of their documents.
             lenient=True,
         )

@@ -46,14 +46,15 @@ class ResumeOptions:
     """How a job is resumed: with the rows that failed, although it was cancelled, and although settings differ.
 
     `drift` names the settings that may differ from those that the job was started with. `cut_to` is the new max_tokens
-    of rows that were cut, which are then continued; None leaves them as they are. `overwrite` removes the job and its
-    outputs and starts over.
+    of rows that were cut, which are then continued, of `cut_rows` where those are given; None leaves them as they are.
+    `overwrite` removes the job and its outputs and starts over.
     """
 
     failed: bool = False
     cancelled: bool = False
     drift: tuple[str, ...] = ()
     cut_to: int | None = None
+    cut_rows: frozenset[int] | None = None
     overwrite: bool = False
 
 

@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
         "short": "K1.", "facts": "".join(f"K{n} " for n in range(60)), "empty": "",
         "parts": "".join(f"K{n}. Filler words.\n" for n in range(40)),
         "tail": f"{filler}\n" * 4 + "".join(f"K{n} " for n in range(50)),
-        "sparse": f"{filler}\nK7\n" * 5,
+        "sparse": f"{filler}\nK7\n" * 5, "each": "".join(f"{filler}\nK{n}\n" for n in range(10, 15)),
     }  # fmt: skip
     for name, text in texts.items():
         (folder / f"{name}.txt").write_text(text)
@@ -66,23 +66,27 @@ def test_a_continued_job_is_one_that_had_the_larger_limit(
     last = ask(folder, max_tokens=400, cut=True, **given)
     assert outputs(tmp_path, "out") == outputs(tmp_path, "whole")
     assert (last.totals.cut, last.totals.pending) == (0, 0)
-    ask(folder, max_tokens=400, cut=True, **given)
-    assert outputs(tmp_path, "out") == outputs(tmp_path, "whole")
+    again = ask(folder, max_tokens=400, cut=True, **given)
+    assert (again.rounds, outputs(tmp_path, "out")) == ((), outputs(tmp_path, "whole"))
 
 
 def test_only_merges_of_answers_that_grew_are_asked_again(ask: Ask, tmp_path: Path, folder: Path) -> None:
-    """Of `sparse` every part says one short fact, which no limit cut: its merge stays."""
+    """Every part of `sparse` and `each` says one short fact, which no limit cut: their merges stay, and that of `each`,
+    which says all of them, is continued."""
     ask(folder, max_tokens=8, **OPTIONS)
     (begun,) = (tmp_path / "out.job" / "rounds").iterdir()
     merges = {row.split(".")[0] for row in rows(begun / "0002.jsonl")}
     ask(folder, max_tokens=400, cut=True, **OPTIONS)
     asked = {row.split(".")[0] for row in rows(begun / "0003.jsonl")}
-    assert len(merges) == len(asked) + 1
+    assert len(merges) == len(asked) + 2
     assert asked < merges
+    assert {row["finish_reason"] for row in rows(begun / "0003.answers.jsonl").values()} == {"stop"}
+    kept = {row.split(".")[0]: each["finish_reason"] for row, each in rows(begun / "0002.answers.jsonl").items()}
+    assert {kept[each] for each in asked} == {"length"}, "a merge of answers that grew is not continued"
+    assert {kept[each] for each in merges - asked} == {"stop"}
     assert all(len(rows(path)) for path in begun.glob("????.jsonl"))
     chunks = [row for path in begun.glob("????.jsonl") for row in rows(path) if row.split(".")[1] == "0"]
     assert len(chunks) == len(set(chunks)) == len(rows(begun / "0001.jsonl")), "no part is asked about twice"
-    assert ask(folder, max_tokens=400, cut=True, **OPTIONS).rounds == (), "nothing is left to continue"
 
 
 @pytest.mark.sample("3-None", "60-RuntimeError")
