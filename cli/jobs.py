@@ -33,8 +33,8 @@ def _batch_job(name: str) -> JobFolder:
     documents = find_rounds(name)
     if documents is not None:
         raise JobMismatch(
-            f"{name} is a job over documents: its `moedge docs` command resumes it (--failed runs failed rows again), "
-            f"Ctrl-C stops it, and `rm -r {documents.path}` removes it"
+            f"{name} is a job over documents: its `moedge docs` command resumes it (--failed runs failed rows again, "
+            f"--cut continues cut answers), Ctrl-C stops it, and `rm -r {documents.path}` removes it"
         )
     return find_job(name)
 

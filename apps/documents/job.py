@@ -34,7 +34,7 @@ from .merging import Merger, Missing, PromptTokens
 from .question import Long, Prompts, document_facts
 from .readers.read import refuse_missing_readers
 from .request import DocumentPaths, DocumentsRequest, refuse_foreign
-from .rounds import Entry, EntryLog, IndexedEntries, Round, Rounds, RowAnswers, read_entries, row_id
+from .rounds import Entry, EntryLog, IndexedEntries, Round, Rounds, RowAnswers, read_entries
 from .schemas import KeyedLists
 from .table import DocumentTable, Mirror, Totals
 from .unpacking import Unpacked
@@ -217,6 +217,17 @@ class DocumentJob:
         answers = self.rounds.answers()
         return self.rounds.add(self._merges(answers))
 
+    def in_use(self, row_ids: Mapping[str, int]) -> frozenset[int]:
+        """Those of these rows whose answers the output is made of today: no merge of answers that grew is, and no
+        part of a document that was removed or is split elsewhere."""
+        answers = self.rounds.answers(row_ids)
+        for entry in read_entries(self.index):
+            # A document that lacks an answer is not looked at further.
+            answers.wanted.update(each for each in entry.chunk_ids if each in row_ids)
+            if entry.error is None and self._question.long is Long.MAP_REDUCE:
+                self._merger.advance(entry, answers)
+        return frozenset(row_ids[each] for each in answers.wanted)
+
     def publish(self, made_by: Mapping[str, Any]) -> None:
         """Writes OUT and the errors beside it. Raises OutputExists where something else has their names."""
         outputs = self._paths.outputs
@@ -293,7 +304,7 @@ class DocumentJob:
         spans = tuple((each.start, each.end, *(each.pages or (0, 0))) for each in chunks)
         entry = Entry(found.source, found.sha256, document_facts(found), spans, found.notes)
         tokens = self._tokens.prompt
-        rows = [AskedRow(row_id(entry.key, 0, number), each, tokens(each)) for number, each in enumerate(prompts)]
+        rows = [AskedRow(name, each, tokens(each)) for name, each in zip(entry.chunk_ids, prompts, strict=True)]
         return entry, rows
 
     def _refused(self, found: Document, code: str, message: str) -> Entry:
@@ -346,7 +357,7 @@ class DocumentJob:
                 parts = ("chunk", "first_page", "last_page") if self._question.long is Long.SPLIT else ()
                 write_table(
                     self._paths.outputs.out.suffix, lambda: _lines(lines.hidden), fields, out.write,
-                    formulas=not self._request.batch.csv_safe,
+                    formulas=not self._request.batch.csv_safe, bom=self._request.batch.csv_bom,
                     first=("source", *parts, *(() if fields else ("text",))),
                 )  # fmt: skip
         finally:

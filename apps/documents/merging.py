@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .question import Prompts, pages_text
-from .rounds import Answer, Entry, RowAnswers, row_id
+from .rounds import Answer, Entry, RowAnswers
 from .schemas import KeyedLists
 
 # Tokens of a prompt: of a conversation where the model has one.
@@ -60,7 +60,7 @@ class Merger:
 
     def advance(self, entry: Entry, answers: RowAnswers) -> Missing | Merged | Failed | None:
         """What a document lacks, or its answer; None where chunks of it have no answer yet."""
-        ids = [row_id(entry.key, 0, index) for index in range(len(entry.chunks))]
+        ids = entry.chunk_ids
         if not all(each in answers for each in ids):
             return None
         parts = [_Part(index, index, answers[each]) for index, each in enumerate(ids)]
@@ -93,13 +93,15 @@ class Merger:
         """(rows that have no answer, the parts that the others made). A group of one is passed on as it is."""
         missing, merged = [], []
         for index, group in enumerate(groups):
-            each = row_id(entry.key, level, index)
             if len(group) == 1:
                 merged.append(group[0])
-            elif each in answers:
+                continue
+            prompt = self._prompt(entry, group)
+            each = entry.merge_id(level, index, prompt)
+            if each in answers:
                 merged.append(_Part(group[0].first, group[-1].last, answers[each]))
             else:
-                missing.append((each, self._prompt(entry, group)))
+                missing.append((each, prompt))
         return missing, merged
 
     def _groups(self, entry: Entry, parts: Sequence[_Part]) -> list[list[_Part]] | None:

@@ -92,6 +92,12 @@ class QuestionOptions(TypedDict, total=False):
         ),
     ]
     failed: Annotated[bool, option.Option("Run failed rows again.", False, panel=option.Panel.STOPPING)]
+    cut: Annotated[
+        bool,
+        option.Option(
+            "Continue answers that were cut, to the --max-tokens given now.", False, panel=option.Panel.STOPPING
+        ),
+    ]
 
 
 class DocumentJobOptions(
@@ -102,6 +108,7 @@ class DocumentJobOptions(
     options.SamplingOptions,
     options.ClusterOptions,
     options.StoppingOptions,
+    options.TableOptions,
     total=False,
 ):
     """The options of `moedge docs`."""

@@ -31,6 +31,11 @@ class DocumentsRequest:
     mirror: Path | None = None
 
     @property
+    def cut(self) -> bool:
+        """Whether answers that were cut are continued, to the max_tokens of this request."""
+        return self.batch.resume.cut_to is not None
+
+    @property
     def facts(self) -> dict[str, Any]:
         """What answers depend on beside the model and its settings, by the names of the options."""
         found = {**asdict(self.batch.defaults), **self.question.facts}
@@ -40,8 +45,13 @@ class DocumentsRequest:
 ROUNDS = "rounds"
 
 
+# In the file of the question: the max_tokens of today, where answers that were cut have been continued.
+_CONTINUED = "continued_to"
+
+
 def facts_digest(facts: Mapping[str, Any]) -> str:
-    """Names the folder of the rounds that answer these."""
+    """Names the folder of the rounds that answer these, wherever cut answers have been continued to."""
+    facts = {name: value for name, value in facts.items() if name != _CONTINUED}
     return sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -68,28 +78,42 @@ class DocumentPaths:
         self.published = outputs.job / "published.json"
 
 
-def settle_question(paths: DocumentPaths, request: DocumentsRequest) -> None:
-    """Notes the question of a job that is not only tried. Raises JobMismatch, OutputExists.
+def settle_question(outputs: OutputPaths, request: DocumentsRequest) -> DocumentPaths:
+    """The files of a job, in whose folder its question is noted unless it is only tried. Raises JobMismatch,
+    OutputExists.
 
-    A question that has no answer yet, or was only tried, may be replaced by another.
+    A question that has no answer yet, or was only tried, may be replaced by another. One whose cut answers are
+    continued keeps its folder, and any max_tokens from the first one on.
     """
+    paths, facts = DocumentPaths(outputs, facts_digest(request.facts)), request.facts
     if paths.folder.begun:
-        raise errors.JobMismatch(f"{paths.outputs.job} belongs to a job of `moedge batch`; choose another output name")
+        raise errors.JobMismatch(f"{outputs.job} belongs to a job of `moedge batch`; choose another output name")
     if not paths.published.exists():
-        paths.outputs.refuse_existing()
+        outputs.refuse_existing()
+    begun: dict[str, Any] = json.loads(paths.question.read_bytes()) if paths.question.exists() else {}
+    now = {**begun, "max_tokens": begun.pop(_CONTINUED, begun.get("max_tokens"))}
+    different = [name for name in facts if now.get(name) != facts[name]]
+    longer = different == ["max_tokens"] and facts["max_tokens"] >= begun.get("max_tokens", facts["max_tokens"] + 1)
+    same = not different or (longer and request.cut)
+    if same:
+        paths = DocumentPaths(outputs, facts_digest(begun))
     if request.sample is not None:
-        return
-    recorded: dict[str, Any] = json.loads(paths.question.read_bytes()) if paths.question.exists() else {}
-    facts = request.facts
-    different = [name for name in facts if recorded.get(name) != facts[name]]
-    if recorded and different and _answered(paths, recorded):
+        return paths
+    if begun and not same and _answered(paths, begun):
+        changes = [
+            name if isinstance(facts[name], str) else f"{name} {now.get(name)} -> {facts[name]}" for name in different
+        ]
+        more = longer and facts["max_tokens"] > now["max_tokens"]
+        continued = " To continue the answers that were cut, add --cut" if more else ""
         raise errors.JobMismatch(
-            f"{paths.outputs.out} was made with another question: {', '.join(different)} differ. Use the old one, or "
+            f"{outputs.out} was made with another question: {', '.join(changes)} differ. Use the old one, or "
             f"another -o with --cache {paths.texts}, which reads no file again, or start over: "
-            f"rm -r {paths.outputs.job} {paths.outputs.out}"
+            f"rm -r {outputs.job} {outputs.out}.{continued}"
         )
     if different:
-        write_atomically(paths.question, json.dumps(facts, indent=1).encode())
+        noted = {**begun, _CONTINUED: facts["max_tokens"]} if same else facts
+        write_atomically(paths.question, json.dumps(noted, indent=1).encode())
+    return paths
 
 
 def _answered(paths: DocumentPaths, recorded: Mapping[str, Any]) -> bool:

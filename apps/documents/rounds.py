@@ -2,7 +2,8 @@
 
 The first round are chunks of documents, and grows while they are read; later ones are merges of partial answers, and
 whatever was added to the folder since. An answer is found again by the id of its row, which says document, level and
-number. An index has an entry for each document.
+number, and what it depends on: where the document is split, or the answers that are merged. An index has an entry for
+each document.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sqlite3
 import tempfile
 import weakref
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from hashlib import blake2b
@@ -71,6 +72,11 @@ class Round:
     def finished(self) -> bool:
         return self.answers.exists()
 
+    def ids(self, numbers: Container[int]) -> dict[str, int]:
+        """The rows of these numbers by their ids."""
+        with self.rows.open("rb") as file:
+            return {json.loads(line)["id"]: number for number, line in enumerate(file) if number in numbers}
+
     def write(self, rows: Iterable[Mapping[str, Any]]) -> int:
         """Returns their number; without any, nothing is written."""
         count = 0
@@ -108,9 +114,9 @@ class Rounds:
         self.all.append(made)
         return made
 
-    def answers(self) -> RowAnswers:
+    def answers(self, noted: Container[str] = ()) -> RowAnswers:
         """Those of the rounds that are finished now, and those that a stopped one has so far."""
-        return RowAnswers(path for each in self.all for path in each.files)
+        return RowAnswers((path for each in self.all for path in each.files), noted)
 
 
 class LineOffsets:
@@ -152,11 +158,16 @@ _OFFSET_BITS = 48
 class RowAnswers:
     """The rows of files by the `id` in each, and their answers, read one at a time; of two with one id, the later."""
 
-    def __init__(self, paths: Iterable[Path]) -> None:
+    def __init__(self, paths: Iterable[Path], noted: Container[str] = ()) -> None:
+        """Of the rows in `noted`, those that are looked for are in `wanted`."""
+        self.wanted = set[str]()
+        self._noted = noted
         self._paths = [path for path in paths if path.exists()]
         self._offsets = LineOffsets(self._lines())
 
     def __contains__(self, row_id: str) -> bool:
+        if row_id in self._noted:
+            self.wanted.add(row_id)
         return self._offsets.find(row_id) is not None
 
     def __getitem__(self, row_id: str) -> Answer:
@@ -196,7 +207,18 @@ class Entry:
     @property
     def key(self) -> str:
         """Identifies the document by its path and its bytes."""
-        return blake2b(f"{self.sha256}:{self.source}".encode(), digest_size=10).hexdigest()
+        return _digest(f"{self.sha256}:{self.source}")
+
+    @property
+    def chunk_ids(self) -> list[str]:
+        """Those of the rows that ask about the chunks: a document that is split elsewhere has others."""
+        whole = len(self.chunks) < 2
+        key = self.key if whole else _digest(f"{self.sha256}:{self.source}:{self.chunks}")
+        return [f"{key}.0.{index}" for index in range(len(self.chunks))]
+
+    def merge_id(self, level: int, index: int, prompt: str) -> str:
+        """That of a merge, which has another prompt where an answer that it merges is another."""
+        return f"{self.key}.{level}.{index}.{_digest(prompt)}"
 
     def pages(self, first: int, last: int) -> tuple[int, int] | None:
         """The pages of the chunks `first` to `last`, counted from 0."""
@@ -207,9 +229,8 @@ class Entry:
         return json.dumps(asdict(self), separators=(",", ":")).encode()
 
 
-def row_id(key: str, level: int, index: int) -> str:
-    """Of chunk `index` at level 0, and of the merge of that number at higher ones."""
-    return f"{key}.{level}.{index}"
+def _digest(text: str) -> str:
+    return blake2b(text.encode(), digest_size=10).hexdigest()
 
 
 def read_entries(path: Path) -> Iterator[Entry]:

@@ -36,7 +36,7 @@ from .job import DocumentJob, FolderReport, Listed, TokenCounter, WholeFolder
 from .options import DocumentOptions
 from .question import Long, Question, make_question
 from .reader_process import ReadOptions
-from .request import DocumentPaths, DocumentsRequest, facts_digest, settle_question
+from .request import DocumentPaths, DocumentsRequest, settle_question
 from .rounds import Round
 from .table import Totals
 
@@ -95,9 +95,10 @@ def run_documents_job(request: DocumentsRequest, observer: DocumentsObserver) ->
     """
     with ExitStack() as resources:
         source = resources.enter_context(open_source(request.batch.model))
-        paths = DocumentPaths(_claimed(request, source), facts_digest(request.facts))
-        resources.enter_context(lock_folder(paths.outputs))
-        settle_question(paths, request)
+        _refuse_no_prompt(request, source)
+        outputs = _claimed(request, source)
+        resources.enter_context(lock_folder(outputs))
+        paths = settle_question(outputs, request)
         _note(paths, request)
         listed = Listed.of(request, paths)
         observer.found(listed.report)
@@ -147,7 +148,7 @@ def _run_rounds(job: DocumentJob, rounds: _RoundRunner, observer: DocumentsObser
     for each in left:
         if reason := rounds.run(each):
             return reason
-    return rounds.run_failed() or _merge(job, rounds)
+    return rounds.run_again() or _merge(job, rounds)
 
 
 def _merge(job: DocumentJob, rounds: _RoundRunner) -> str | None:
@@ -155,6 +156,13 @@ def _merge(job: DocumentJob, rounds: _RoundRunner) -> str | None:
         if reason := rounds.run(current):
             return reason
     return None
+
+
+def _refuse_no_prompt(request: DocumentsRequest, source: ModelSource) -> None:
+    """Raises BadArgument before anything of a job is changed."""
+    most, context = request.batch.defaults.max_tokens, source.shape.context
+    if most >= context:
+        raise errors.BadArgument(f"--max-tokens {most} leaves nothing of the model's context, {context}, to a prompt")
 
 
 def _claimed(request: DocumentsRequest, source: ModelSource) -> OutputPaths:
@@ -190,17 +198,28 @@ class _RoundRunner:
     def run(self, current: Round, retry: bool = False) -> str | None:
         """Why the round stopped early; None where all of its rows have answers. With `retry`, those that failed run
         again."""
-        return self._series.run(self._series.open(self._round_request(current, retry), self._first))
+        return self._run(current, retry, self._cut_rows(current))
 
-    def run_failed(self) -> str | None:
-        """Runs failed rows of all rounds again, where the request says so; why that stopped early, else None."""
-        every = self._job.rounds.all if self._request.resume.failed else ()
-        for each in [each for each in every if each.outputs.errors.exists()]:
-            # A round without its answers is one that the next run continues.
-            each.outputs.out.unlink(missing_ok=True)
-            if reason := self.run(each, retry=True):
-                return reason
+    def _run(self, current: Round, retry: bool, cut_rows: frozenset[int]) -> str | None:
+        return self._series.run(self._series.open(self._round_request(current, retry, cut_rows), self._first))
+
+    def run_again(self) -> str | None:
+        """Runs failed rows of all rounds again and continues cut ones, where the request says so; why that stopped
+        early, else None."""
+        for each in self._job.rounds.all:
+            failed = self._request.resume.failed and each.outputs.errors.exists()
+            if (cut_rows := self._cut_rows(each)) or failed:
+                # A round without its answers is one that the next run continues.
+                each.outputs.out.unlink(missing_ok=True)
+                if reason := self._run(each, failed, cut_rows):
+                    return reason
         return None
+
+    def _cut_rows(self, current: Round) -> frozenset[int]:
+        """The rows of a round that are to be continued."""
+        state, longest = first_state(JobFolder(current.outputs.job)), self._request.resume.cut_to
+        cut = () if state is None or longest is None else state.cut_rows(longest)
+        return self._job.in_use(current.ids(set(cut))) if cut else frozenset()
 
     def made_by(self) -> dict[str, Any]:
         """The columns that every row of the output has."""
@@ -214,7 +233,7 @@ class _RoundRunner:
         first = self._job.rounds.first
         return None if first is None else JobFolder(first.outputs.job)
 
-    def _round_request(self, current: Round, retry: bool) -> BatchRequest:
+    def _round_request(self, current: Round, retry: bool, cut_rows: frozenset[int]) -> BatchRequest:
         request = self._request
         defaults = replace(
             request.defaults, prompt_column="prompt", system=self._question.system, schema=self._question.grammar
@@ -224,7 +243,7 @@ class _RoundRunner:
             input=current.rows,
             output=current.answers,
             defaults=defaults,
-            resume=replace(request.resume, failed=retry),
+            resume=replace(request.resume, failed=retry, cut_rows=cut_rows),
             # Rows that templates spoiled are errors of their documents.
             lenient=True,
         )
@@ -272,14 +291,20 @@ def documents_request(
     each, long = options.get("each") or "document", options.get("long")
     if each == "chunk" and long not in (None, Long.SPLIT):
         raise errors.BadArgument(f"--each chunk gives a row for every chunk, and --long {long} merges or refuses them")
+    if options.get("cut") and options.get("sample"):
+        raise errors.BadArgument("--cut continues the answers of a job, and --try answers a sample; give one of them")
     question = make_question({**options, "long": Long.SPLIT if each == "chunk" else long})
     # Prompts and schemas are the question's; nothing is sampled unless it is asked for.
     rest = {name: value for name, value in options.items() if name not in ("prompt", "system", "schema")}
     rest.setdefault("csv_safe", True)
     batch = replace(request_of(model, folder, output, rest), unset=frozenset(), follow=False)
+    # Rounds may differ in it: what a job over documents allows is settled for all of them.
+    resume = replace(batch.resume, drift=(*batch.resume.drift, "max_tokens"))
+    if options.get("cut"):
+        resume = replace(resume, cut_to=batch.defaults.max_tokens)
     cache = options.get("cache")
     return DocumentsRequest(
-        batch=batch,
+        batch=replace(batch, resume=resume),
         question=question,
         include=tuple(options.get("include") or ()),
         exclude=tuple(options.get("exclude") or ()),

@@ -15,7 +15,7 @@ from .document import Document
 from .iterate import TextCache
 from .merging import Failed, Merged, Merger
 from .question import Long, Question
-from .rounds import Answer, Entry, RowAnswers, row_id
+from .rounds import Answer, Entry, RowAnswers
 from .schemas import find_quote, quotes
 
 _SHORTEST = 10
@@ -117,7 +117,7 @@ class DocumentTable:
         if entry.error is not None:
             return iter([self._failure(entry, entry.source, Failed(entry.error["code"], entry.error["message"]))])
         if self._question.long is Long.SPLIT:
-            ids = [row_id(entry.key, 0, index) for index in range(len(entry.chunks))]
+            ids = entry.chunk_ids
             return self._chunks(entry, ids) if all(each in self._answers for each in ids) else None
         found = self._merger.advance(entry, self._answers)
         if isinstance(found, Failed):
@@ -137,13 +137,13 @@ class DocumentTable:
     def _whole(self, entry: Entry, merged: Merged) -> dict[str, Any]:
         own: dict[str, Any] = {}
         if len(entry.chunks) > 1:
-            own = {"merges": merged.levels, "parts": [self._part(entry, index) for index in range(len(entry.chunks))]}
+            own = {"merges": merged.levels, "parts": [self._part(entry, *each) for each in enumerate(entry.chunk_ids)]}
         return self._row(entry, entry.source, merged.answer, merged.usage, own)
 
-    def _part(self, entry: Entry, index: int) -> dict[str, Any]:
+    def _part(self, entry: Entry, index: int, chunk_id: str) -> dict[str, Any]:
         """The partial answer to a chunk, with what it covers: characters of the text, and pages."""
         start, end = entry.chunks[index][:2]
-        answer = self._answers[row_id(entry.key, 0, index)]
+        answer = self._answers[chunk_id]
         pages = entry.pages(index, index)
         return {"chunk": index + 1, "start": start, "end": end, "pages": pages and list(pages), "text": answer.shown}
 
@@ -161,7 +161,7 @@ class DocumentTable:
         return with_own(row, {**found, **self._columns(entry), **own})
 
     def _failure(self, entry: Entry, name: str, failed: Failed) -> dict[str, Any]:
-        error = {"code": failed.code, "message": failed.message.replace(CONTINUE_CUT, _ASK_AGAIN), "param": None}
+        error = {"code": failed.code, "message": failed.message.replace(CONTINUE_CUT, _CONTINUE), "param": None}
         return with_own({"id": name, "error": error}, self._columns(entry))
 
     def _columns(self, entry: Entry) -> dict[str, Any]:
@@ -186,8 +186,7 @@ class DocumentTable:
         return {"quotes": found}
 
 
-# Rows of documents are not continued: merges may have used the answers.
-_ASK_AGAIN = "ask again with a larger --max-tokens and another -o, and with --cache no file is read again"
+_CONTINUE = "continue it with the same command and --cut --max-tokens N"
 
 
 class Mirror:

@@ -133,7 +133,7 @@ class DocumentsView(JobView, DocumentsObserver):
             self._say(f"{_counts(totals)}; in {ended.paths.out}")
             if self._verbose and totals.answered + totals.num_failed != totals.documents:
                 self._say(f"of parts of documents: {counted(totals.answered, 'answer')}, {totals.num_failed:,} failed")
-        self._say_quality(ended, request.batch.defaults.max_tokens)
+        self._say_quality(ended, request)
         if totals.num_failed:
             where = "" if ended.sample else f" ({ended.paths.errors})"
             self._say(f"errors: {_kinds(totals.failed.items())}{where}")
@@ -161,12 +161,12 @@ class DocumentsView(JobView, DocumentsObserver):
         self._say(f"Failed in round {self._round}; every answer is kept in {running.session.folder.path}.")
         self._say(_AGAIN)
 
-    def _say_quality(self, ended: DocumentsEnded, max_tokens: int) -> None:
-        totals = ended.totals
+    def _say_quality(self, ended: DocumentsEnded, request: DocumentsRequest) -> None:
+        totals, longest = ended.totals, request.batch.defaults.max_tokens
         if totals.cut:
+            more = "continue with the same command and --cut" if request.sample is None else "try again with"
             self._say(
-                f"{counted(totals.cut, 'answer')} reached --max-tokens {max_tokens} and may be cut; to ask again, give "
-                "more and another -o"
+                f"{counted(totals.cut, 'answer')} reached --max-tokens {longest}; {more} --max-tokens {4 * longest}"
             )
         if totals.structured:
             rates = ", ".join(f"{name} {count / totals.structured:.1%}" for name, count in totals.filled.items())

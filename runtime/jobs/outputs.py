@@ -10,6 +10,7 @@ import csv
 import io
 import json
 import os
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -158,14 +159,16 @@ class Table:
 
 def write_table(
     suffix: str, lines: Lines, fields: tuple[str, ...] | None, sink: Sink, *, formulas: bool = True,
-    first: tuple[str, ...] | None = None,
+    first: tuple[str, ...] | None = None, bom: bool = False,
 ) -> None:  # fmt: skip
-    """Writes a table in the format of `suffix`; without `formulas` no cell of a CSV is one. Raises MissingExtra.
+    """Writes a table in the format of `suffix`; without `formulas` no cell of a CSV is one, and with `bom` the file
+    begins with a byte order mark. Raises MissingExtra.
 
     `first` are the columns in front of the fields (Table).
     """
     table = Table(lines, fields, first)
     if suffix.lower() == ".csv":
+        sink(BOM_UTF8 if bom else b"")
         _write_csv(table, sink, _cell if formulas else _no_formula)
     elif suffix.lower() == ".xlsx":
         rows = ([_sheet_value(record.get(name)) for name in table.kinds] for record in table.records())
@@ -378,7 +381,7 @@ def _write_table(out: Path, journal: Path, state: JobState, sink: Sink) -> None:
     def lines() -> Iterator[str]:
         return (done.line for done in read_answers(journal, state))
 
-    write_table(out.suffix, lines, fields, sink, formulas=formulas)
+    write_table(out.suffix, lines, fields, sink, formulas=formulas, bom=request.get("csv_bom", False))
 
 
 def export_partial(journal: Path, state: JobState, target: Path) -> None:

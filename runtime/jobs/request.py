@@ -46,14 +46,15 @@ class ResumeOptions:
     """How a job is resumed: with the rows that failed, although it was cancelled, and although settings differ.
 
     `drift` names the settings that may differ from those that the job was started with. `cut_to` is the new max_tokens
-    of rows that were cut, which are then continued; None leaves them as they are. `overwrite` removes the job and its
-    outputs and starts over.
+    of rows that were cut, which are then continued, of `cut_rows` where those are given; None leaves them as they are.
+    `overwrite` removes the job and its outputs and starts over.
     """
 
     failed: bool = False
     cancelled: bool = False
     drift: tuple[str, ...] = ()
     cut_to: int | None = None
+    cut_rows: frozenset[int] | None = None
     overwrite: bool = False
 
 
@@ -88,6 +89,7 @@ class BatchRequest:
     stream: Mode | None = None
     lenient: bool = False
     csv_safe: bool = False
+    csv_bom: bool = False
     input_format: InputFormat = InputFormat.AUTO
     resume: ResumeOptions = field(default_factory=ResumeOptions)
     plan: Path | None = None
@@ -105,6 +107,7 @@ class BatchRequest:
             "defaults": asdict(self.defaults),
             "lenient": self.lenient,
             "csv_safe": self.csv_safe,
+            "csv_bom": self.csv_bom,
             "input_format": self.input_format,
         }
 
@@ -137,6 +140,7 @@ def resumed(
         limits=limits,
         lenient=request["lenient"],
         csv_safe=request.get("csv_safe", False),
+        csv_bom=request.get("csv_bom", False),
         input_format=InputFormat(request.get("input_format", InputFormat.AUTO)),
         resume=replace(resume, cancelled=True),
     )
@@ -414,6 +418,7 @@ def request_of(
         limits=limits_of(options),
         lenient=options.get("lenient", False),
         csv_safe=options.get("csv_safe", False),
+        csv_bom=options.get("csv_bom", False),
         resume=ResumeOptions(
             drift=(drift,) if isinstance(drift, str) else tuple(drift or ()),
             overwrite=options.get("overwrite", False),

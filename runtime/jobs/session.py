@@ -241,7 +241,8 @@ class JobClaim:
             opened = self._journal.state.opened
             self.created, self.model_name = datetime.fromisoformat(opened["created_at"]), opened["model_name"]
             self._retry = self._journal.state.failed_rows if request.resume.failed else []
-            self.earlier = EarlierRuns(folder.journal, self._journal.state, request.resume.cut_to or 0)
+            asked = request.resume
+            self.earlier = EarlierRuns(folder.journal, self._journal.state, asked.cut_to or 0, asked.cut_rows)
 
     @property
     def job_id(self) -> str | None:

@@ -370,7 +370,16 @@ class StoppingOptions(TypedDict, total=False):
     ]
 
 
-class JobOptions(RowOptions, AnswerLength, SamplingOptions, StoppingOptions, total=False):
+class TableOptions(TypedDict, total=False):
+    """How tables are written."""
+
+    csv_bom: Annotated[
+        bool,
+        Option("Begin CSV with a byte order mark, by which Excel knows UTF-8.", False, panel=Panel.OUTPUT, key=True),
+    ]
+
+
+class JobOptions(RowOptions, AnswerLength, SamplingOptions, StoppingOptions, TableOptions, total=False):
     """What a job over a file of rows does, on whatever engine."""
 
     lenient: Annotated[

@@ -102,6 +102,7 @@ ARRIVES: dict[str, tuple[str, Callable[[BatchRequest], object], object]] = {
     "max-failures": ('"5%"', lambda r: r.limits.max_failures, "5%"),
     "lenient": ("true", lambda r: r.lenient, True),
     "csv-safe": ("true", lambda r: r.csv_safe, True),
+    "csv-bom": ("true", lambda r: r.csv_bom, True),
     "progress": ('"none"', lambda r: request_view["style"], "none"),
     "watts": ("180", lambda r: getattr(request_view["energy"], "watts", None), 180),
     "price": ('"0.3/kWh"', lambda r: getattr(request_view["energy"], "price", None), 0.3),

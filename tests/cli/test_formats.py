@@ -71,6 +71,32 @@ def test_a_csv_has_no_formulas_where_it_is_to_be_safe(cli: Cli, tmp_path: Path) 
     assert (tmp_path / "again.csv").read_text().splitlines()[1].startswith("'=1")
 
 
+def test_a_csv_begins_with_a_byte_order_mark_where_it_is_asked_for_and_is_read_with_it(
+    cli: Cli, tmp_path: Path
+) -> None:
+    rows, folder, mark = tmp_path / "rows.jsonl", tmp_path / "in", b"\xef\xbb\xbf"
+    rows.write_text('{"id": "ü", "prompt": "a", "max_tokens": 2}\n')
+    folder.mkdir()
+    (folder / "ü.txt").write_text("hello")
+    docs = ("docs", MODEL, folder, "--prompt", "x", "--max-tokens", 2, "-q")
+    for command in (("batch", MODEL, rows, "-q"), docs):
+        plain, marked = (tmp_path / f"{command[0]}{name}.csv" for name in ("", "_marked"))
+        assert cli(*command, "-o", plain) == 0
+        assert cli(*command, "-o", marked, "--csv-bom") == 0
+        assert mark not in plain.read_bytes()
+        assert marked.read_bytes() == mark + plain.read_bytes()
+    # Later exports are as the job began; a table of documents is as it is asked for now.
+    assert cli("jobs", "export", tmp_path / "batch_marked.job", "-o", tmp_path / "again.csv") == 0
+    assert (tmp_path / "again.csv").read_bytes() == (tmp_path / "batch_marked.csv").read_bytes()
+    assert cli(*docs, "-o", tmp_path / "docs.csv", "--csv-bom") == 0
+    assert (tmp_path / "docs.csv").read_bytes() == (tmp_path / "docs_marked.csv").read_bytes()
+    read = tmp_path / "read.csv"
+    read.write_bytes(mark + "id,text\r\nü,a\r\n".encode())
+    again = ("batch", MODEL, read, "--prompt-column", "text", "--id-column", "id", "-q", "--max-tokens", 2)
+    assert cli(*again, "-o", tmp_path / "next.jsonl") == 0
+    assert json.loads((tmp_path / "next.jsonl").read_text())["id"] == "ü"
+
+
 def test_plan_says_which_rows_it_leaves_out(
     cli: Cli, tmp_path: Path, capsys: pytest.CaptureFixture[str], no_curves: None
 ) -> None:

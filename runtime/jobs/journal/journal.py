@@ -12,7 +12,7 @@ import os
 import re
 import threading
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -374,14 +374,21 @@ class EarlierRuns:
     that are continued to `max_tokens`, in all their choices that were cut.
     """
 
-    def __init__(self, journal: Path | None = None, state: JobState | None = None, max_tokens: int = 0) -> None:
-        """Without a journal there is nothing; without `max_tokens` no cut row is continued. The choices are read from
-        the journal when a row starts."""
+    def __init__(
+        self,
+        journal: Path | None = None,
+        state: JobState | None = None,
+        max_tokens: int = 0,
+        only: Container[int] | None = None,
+    ) -> None:
+        """Without a journal there is nothing; without `max_tokens` no cut row is continued, and with `only` none but
+        these. The choices are read from the journal when a row starts."""
         self._journal = journal
         self._state = state or JobState()
         self._max_tokens = max_tokens
         # Cut rows that are continued.
-        self.cut_rows: Sequence[int] = self._state.cut_rows(max_tokens)
+        cut = self._state.cut_rows(max_tokens)
+        self.cut_rows: Sequence[int] = [row for row in cut if only is None or row in only]
         self._members = frozenset(self.cut_rows)
 
     def longer(self, row: Row) -> Row:

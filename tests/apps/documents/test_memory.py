@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moedge.apps.documents.iterate import FoundFile, FoundFiles
-from moedge.apps.documents.rounds import Entry, IndexedEntries, LineOffsets, RowAnswers, row_id
+from moedge.apps.documents.rounds import Entry, IndexedEntries, LineOffsets, RowAnswers
 
 COUNT = 3000
 NAMES = ["a", "b/c.txt", "b/two\nlines", "caf\u00e9", "\udcff\udc80.bin", "", "z" * 300]
@@ -51,13 +51,13 @@ def test_a_file_takes_little_more_than_its_path() -> None:
 
 
 def test_an_answer_takes_no_memory_of_its_own(tmp_path: Path) -> None:
-    ids, path = [row_id("0" * 20, 0, number) for number in range(COUNT)], tmp_path / "answers.jsonl"
+    ids, path = [f"{'0' * 20}.0.{number}" for number in range(COUNT)], tmp_path / "answers.jsonl"
     path.write_text("".join(f'{{"id":"{each}","text":"an answer"}}\n' for each in ids))
     assert nbytes_of(lambda: RowAnswers([path])) < 64
     found = RowAnswers([path, tmp_path / "missing"])
     assert all(each in found for each in ids)
     assert found[ids[-1]].text == "an answer"
-    assert row_id("0" * 20, 1, 0) not in found
+    assert f"{'0' * 20}.1.0" not in found
     with pytest.raises(KeyError):
         found["no such row"]
 

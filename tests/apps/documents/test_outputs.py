@@ -14,7 +14,7 @@ from moedge.apps.documents.expected import AskedRow, Expected
 from moedge.apps.documents.iterate import FoundFile
 from moedge.apps.documents.merging import Merged, Merger, Missing
 from moedge.apps.documents.question import Prompts, make_question
-from moedge.apps.documents.rounds import Answer, Entry, row_id
+from moedge.apps.documents.rounds import Answer, Entry
 from moedge.apps.documents.run import DocumentsEnded, documents_request
 from moedge.apps.documents.schemas import KeyedLists
 from moedge.apps.documents.table import Mirror
@@ -120,7 +120,7 @@ def entry() -> Entry:
 
 def test_lists_with_a_key_are_put_together_and_left_out_of_merges() -> None:
     found = entry()
-    answers: dict[str, Answer] = {row_id(found.key, 0, n): answer_of(**part) for n, part in enumerate(PARTS)}
+    answers = {name: answer_of(**part) for name, part in zip(found.chunk_ids, PARTS, strict=True)}
     missing = merger(SCHEMA).advance(found, answers)  # type: ignore[arg-type]
     assert isinstance(missing, Missing)
     ((merge_id, prompt),) = missing.prompts
@@ -135,7 +135,7 @@ def test_lists_with_a_key_are_put_together_and_left_out_of_merges() -> None:
 
 def test_an_answer_of_such_lists_alone_needs_no_merge() -> None:
     found = entry()
-    answers = {row_id(found.key, 0, n): answer_of(people=part["people"]) for n, part in enumerate(PARTS)}
+    answers = {name: answer_of(people=part["people"]) for name, part in zip(found.chunk_ids, PARTS, strict=True)}
     merged = merger({"properties": {"people": PEOPLE}}).advance(found, answers)  # type: ignore[arg-type]
     assert isinstance(merged, Merged)
     assert (json.loads(merged.answer.text or ""), merged.levels) == ({"people": TOGETHER}, 0)

@@ -289,7 +289,7 @@ def test_commands_for_batches_refuse_a_job_over_documents(
 def test_cut_answers_name_the_limit_and_what_to_do(passes: Hook, said: Said) -> None:
     code, lines = said("-o", "out.jsonl", "--max-tokens", 3)
     assert code == 3, lines
-    wanted = r"10 answers reached --max-tokens 3 and may be cut; to ask again, give more and another -o"
+    wanted = r"10 answers reached --max-tokens 3; continue with the same command and --cut --max-tokens 12"
     assert_lines(lines, r"12 documents: 0 answered, 10 cut, 2 unreadable; in out\.jsonl", wanted)
 
 
