@@ -19,7 +19,8 @@ from .engine_thread import CONTENT_TYPE, EngineThread, metrics_text
 from .errors import ApiError, not_found, of_failure, refused
 from .files import BATCH, FileStore, StoredFile, UploadForm, checked_name, page
 from .limits import ServerLimits
-from .live import LAST_EVENT, Event, Finished, LiveRequest, RequestReader, as_event, chunks, first_chunk
+from .live import Event, Finished, LiveRequest, RequestReader
+from .streams import event_writer, written
 
 _MOST_LISTED = 10_000
 _PIECE_NBYTES = 1 << 18
@@ -239,6 +240,10 @@ def _add_answers(app: FastAPI, service: Service) -> None:
     async def completion(request: Request) -> Response:
         return await _answer(request, service, Endpoint.COMPLETION)
 
+    @app.post("/v1/responses")
+    async def response(request: Request) -> Response:
+        return await _answer(request, service, Endpoint.RESPONSE)
+
 
 async def _answer(request: Request, service: Service, endpoint: Endpoint) -> Response:
     if service.engine.num_live >= service.limits.chats:
@@ -290,18 +295,14 @@ async def _whole(request: Request, events: _Events) -> Response:
 
 async def _stream(events: _Events) -> AsyncIterator[bytes]:
     """Server-sent events; an error that comes late is one of them."""
-    live = events.live
     event: Event | None = None
     try:
-        if (first := first_chunk(live)) is not None:
-            yield as_event(first)
-        while not isinstance(event, Finished):
+        writer = event_writer(events.live)
+        for data in writer.begin():
+            yield data
+        while not isinstance(event, Finished | ApiError):
             event = await events.queue.get()
-            if isinstance(event, ApiError):
-                yield as_event(event.as_json())
-                return
-            for chunk in chunks(live, event):
-                yield as_event(chunk)
-        yield LAST_EVENT
+            for data in written(writer, event):
+                yield data
     finally:
-        live.cancel()
+        events.live.cancel()

@@ -45,7 +45,7 @@ from .files import BATCH, FileStore, new_id, read_records, write_new
 from .limits import ServerSettings
 
 _BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
-_ENDPOINTS = (Endpoint.CHAT.value, Endpoint.COMPLETION.value)
+_ENDPOINTS = tuple(each.value for each in Endpoint if each is not Endpoint.SHORT)
 _ENDED = ("completed", "failed", "cancelled")
 # After these the next batch would not do better: the server ends, and its batches are resumed by the next one.
 _FATAL = (errors.ExportFailed, errors.JournalFailed, errors.MemoryGaveOut, errors.Stalled)
@@ -332,9 +332,10 @@ class _BatchRun:
             running.session.folder.cancel.touch()
 
     def _refuse_other_endpoint(self, rows: Mapping[str, int]) -> None:
-        """`rows` are numbers of rows by endpoint; short rows suit both."""
-        for endpoint in (Endpoint.CHAT, Endpoint.COMPLETION):
-            if (count := rows.get(endpoint.name.lower(), 0)) and endpoint.value != self._batch.endpoint:
+        """`rows` are numbers of rows by endpoint; short rows suit all."""
+        for endpoint in Endpoint:
+            others = endpoint.value in _ENDPOINTS and endpoint.value != self._batch.endpoint
+            if others and (count := rows.get(endpoint.name.lower(), 0)):
                 raise errors.InputRefused(
                     f"{counted(count, 'line')} of {self._batch.input_file_id} have the url {endpoint.value}, and the "
                     f"batch is for {self._batch.endpoint}; make a batch for each"
