@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -15,11 +16,13 @@ from starlette.requests import ClientDisconnect
 
 from ...face import Endpoint, InvalidRow, LoadedModel, is_exhausted, parse_object
 from .batches import BatchQueue
-from .engine_thread import CONTENT_TYPE, EngineThread, metrics_text
+from .counts import ServerCounts
+from .engine_thread import EngineThread
 from .errors import ApiError, not_found, of_failure, refused
 from .files import BATCH, FileStore, StoredFile, UploadForm, checked_name, page
 from .limits import ServerLimits
 from .live import Event, Finished, LiveRequest, RequestReader
+from .metrics import CONTENT_TYPE, metrics_text
 from .streams import event_writer, written
 
 _MOST_LISTED = 10_000
@@ -67,6 +70,7 @@ class Service:
 
 def make_app(service: Service) -> FastAPI:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.counts = service.engine.counts
     app.add_exception_handler(ApiError, _refuse)
     app.add_exception_handler(HTTPException, _refuse_route)
     app.add_exception_handler(ClientDisconnect, _gone)
@@ -81,6 +85,7 @@ def make_app(service: Service) -> FastAPI:
 
 async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
+    request.app.state.counts.refused(error)
     return JSONResponse(error.as_json(), error.status, error.headers)
 
 
@@ -249,14 +254,15 @@ async def _answer(request: Request, service: Service, endpoint: Endpoint) -> Res
     if service.engine.num_live >= service.limits.chats:
         message = "too many requests wait for an answer; try again later"
         raise ApiError(429, message, code="rate_limit_exceeded", retry_after=1)
-    body = await request.body()
+    body, arrived = await request.body(), time.monotonic()
     # One at a time, and in a thread of its own: the pool's threads are for what is short.
     async with service.turns.take(len(body)):
         live = await run_in_threadpool(service.reader.open, body, endpoint)
+    live.arrived = arrived
     events = _Events(live)
     service.engine.submit(live)
     if live.wanted.stream:
-        return StreamingResponse(_stream(events), media_type="text/event-stream")
+        return StreamingResponse(_stream(events, service.engine.counts), media_type="text/event-stream")
     return await _whole(request, events)
 
 
@@ -293,7 +299,7 @@ async def _whole(request: Request, events: _Events) -> Response:
         events.live.cancel()
 
 
-async def _stream(events: _Events) -> AsyncIterator[bytes]:
+async def _stream(events: _Events, counts: ServerCounts) -> AsyncIterator[bytes]:
     """Server-sent events; an error that comes late is one of them."""
     event: Event | None = None
     try:
@@ -302,6 +308,8 @@ async def _stream(events: _Events) -> AsyncIterator[bytes]:
             yield data
         while not isinstance(event, Finished | ApiError):
             event = await events.queue.get()
+            if isinstance(event, ApiError):
+                counts.refused(event)
             for data in written(writer, event):
                 yield data
     finally:

@@ -49,7 +49,10 @@ class LiveRequest:
         self.wanted = wanted
         self.model = model
         self.created = int(time.time())
+        # Monotonic seconds.
+        self.arrived = time.monotonic()
         self.cancelled = False
+        self.answered = False
         self.emit: Callable[[Event], None] = lambda event: None
         self._reader = reader
         self._ended: set[int] = set()
@@ -74,6 +77,7 @@ class LiveRequest:
         if len(self._ended) < len(self.opened.sequences):
             return False
         found = self._reader.answer(self.opened, self.created)
+        self.answered = not isinstance(found, RowFailure)
         self.emit(of_failure(found) if isinstance(found, RowFailure) else Finished(found))
         return True
 

@@ -219,6 +219,8 @@ RESPONSE_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "max_tool_calls": (),
     "moderation": (),
 }
+# Those that need a response to be kept.
+_KEPT = ("background", "store", "previous_response_id", "conversation", "prompt")
 
 
 def read_response(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -250,7 +252,9 @@ def read_response(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def _refusal(name: str) -> InvalidRow:
     if name in RESPONSE_UNSUPPORTED:
-        return InvalidRow(ErrorCode.UNSUPPORTED_PARAMETER, not_supported(name), name)
+        kept = f"{name} is not supported: no response is kept from one request to the next; remove it"
+        message = kept if name in _KEPT else not_supported(name)
+        return InvalidRow(ErrorCode.UNSUPPORTED_PARAMETER, message, name)
     if (meant := Endpoint.RESPONSE.called(name)) != name:
         return InvalidRow(ErrorCode.UNKNOWN_PARAMETER, f"{name!a} is not a known field; did you mean {meant}?", name)
     return unknown(name, tuple(RESPONSE_FIELDS))

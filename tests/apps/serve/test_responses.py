@@ -32,7 +32,8 @@ TALK: list[Any] = [
 ]
 THINKS = (
     "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% if tools %}<tool_call></tool_call>{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m.reasoning_content }}{{ m['content'] }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
     "<|im_start|>assistant\n<think>\n{# </think> #}"
 )
 PARAMETERS: dict[str, Any] = {
@@ -206,10 +207,13 @@ def test_functions_are_called_and_their_outputs_answered(thinker: OpenAI) -> Non
     answer = thinker.responses.create(**ASKED, input=back, max_output_tokens=30, **more)
     told = [
         *TALK,
-        {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": expected.to_dict()}]},
+        same.choices[0].message.to_dict(),
         {"role": "tool", "tool_call_id": "c", "content": "Rain."},
     ]
-    assert answer.output_text == chat(thinker, told, max_tokens=30, **more).choices[0].message.content
+    alike = chat(thinker, told, max_tokens=30, **more)
+    assert answer.output_text == alike.choices[0].message.content
+    assert answer.usage is not None
+    assert answer.usage.input_tokens == alike.usage.prompt_tokens
 
 
 IMAGE = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,AA"}]}]
