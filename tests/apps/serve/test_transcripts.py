@@ -1,4 +1,5 @@
-"""What other clients of OpenAI's batches send (`transcripts.json`), request by request, and what they read of replies.
+"""What other clients of OpenAI's batches send (`transcripts.json`) to the routes (`apps/serve/app.py`), and what they
+read of the replies.
 
 Recorded of litellm (`create_file`, `create_batch`, `retrieve_batch`, `file_content` and others, `responses`) and of
 autobatcher with `completion_window="24h"`, and then without; it validates each answer by OpenAI's own types.
