@@ -125,7 +125,7 @@ class RequestReader:
                 opened = self._reader.open(row, most)
             except errors.TokenizerError as error:
                 # Of a text on which the tokenizer works too long; the model has answered others.
-                raise refused(str(error), "prompt") from None
+                raise refused(str(error), endpoint.called("prompt")) from None
         if isinstance(opened, RowFailure):
             raise of_failure(opened)
         for sequence in opened.sequences:
