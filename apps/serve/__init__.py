@@ -1,1 +1,1 @@
-"""OpenAI's API over HTTP, answered by one engine: files, batches, chats and completions."""
+"""OpenAI's API over HTTP, answered by one engine: files, batches, chats, responses and completions."""

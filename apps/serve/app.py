@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -15,11 +16,14 @@ from starlette.requests import ClientDisconnect
 
 from ...face import Endpoint, InvalidRow, LoadedModel, is_exhausted, parse_object
 from .batches import BatchQueue
-from .engine_thread import CONTENT_TYPE, EngineThread, metrics_text
+from .counts import ServerCounts
+from .engine_thread import EngineThread
 from .errors import ApiError, not_found, of_failure, refused
 from .files import BATCH, FileStore, StoredFile, UploadForm, checked_name, page
 from .limits import ServerLimits
-from .live import LAST_EVENT, Event, Finished, LiveRequest, RequestReader, as_event, chunks, first_chunk
+from .live import Event, Finished, LiveRequest, RequestReader
+from .metrics import CONTENT_TYPE, metrics_text
+from .streams import event_writer, written
 
 _MOST_LISTED = 10_000
 _PIECE_NBYTES = 1 << 18
@@ -66,6 +70,7 @@ class Service:
 
 def make_app(service: Service) -> FastAPI:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.counts = service.engine.counts
     app.add_exception_handler(ApiError, _refuse)
     app.add_exception_handler(HTTPException, _refuse_route)
     app.add_exception_handler(ClientDisconnect, _gone)
@@ -80,6 +85,7 @@ def make_app(service: Service) -> FastAPI:
 
 async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
+    request.app.state.counts.refused(error)
     return JSONResponse(error.as_json(), error.status, error.headers)
 
 
@@ -239,19 +245,24 @@ def _add_answers(app: FastAPI, service: Service) -> None:
     async def completion(request: Request) -> Response:
         return await _answer(request, service, Endpoint.COMPLETION)
 
+    @app.post("/v1/responses")
+    async def response(request: Request) -> Response:
+        return await _answer(request, service, Endpoint.RESPONSE)
+
 
 async def _answer(request: Request, service: Service, endpoint: Endpoint) -> Response:
     if service.engine.num_live >= service.limits.chats:
         message = "too many requests wait for an answer; try again later"
         raise ApiError(429, message, code="rate_limit_exceeded", retry_after=1)
-    body = await request.body()
+    body, arrived = await request.body(), time.monotonic()
     # One at a time, and in a thread of its own: the pool's threads are for what is short.
     async with service.turns.take(len(body)):
         live = await run_in_threadpool(service.reader.open, body, endpoint)
+    live.arrived = arrived
     events = _Events(live)
     service.engine.submit(live)
     if live.wanted.stream:
-        return StreamingResponse(_stream(events), media_type="text/event-stream")
+        return StreamingResponse(_stream(events, service.engine.counts), media_type="text/event-stream")
     return await _whole(request, events)
 
 
@@ -288,20 +299,18 @@ async def _whole(request: Request, events: _Events) -> Response:
         events.live.cancel()
 
 
-async def _stream(events: _Events) -> AsyncIterator[bytes]:
+async def _stream(events: _Events, counts: ServerCounts) -> AsyncIterator[bytes]:
     """Server-sent events; an error that comes late is one of them."""
-    live = events.live
     event: Event | None = None
     try:
-        if (first := first_chunk(live)) is not None:
-            yield as_event(first)
-        while not isinstance(event, Finished):
+        writer = event_writer(events.live)
+        for data in writer.begin():
+            yield data
+        while not isinstance(event, Finished | ApiError):
             event = await events.queue.get()
             if isinstance(event, ApiError):
-                yield as_event(event.as_json())
-                return
-            for chunk in chunks(live, event):
-                yield as_event(chunk)
-        yield LAST_EVENT
+                counts.refused(event)
+            for data in written(writer, event):
+                yield data
     finally:
-        live.cancel()
+        events.live.cancel()

@@ -45,7 +45,7 @@ from .files import BATCH, FileStore, new_id, read_records, write_new
 from .limits import ServerSettings
 
 _BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
-_ENDPOINTS = (Endpoint.CHAT.value, Endpoint.COMPLETION.value)
+_ENDPOINTS = tuple(each.value for each in Endpoint if each is not Endpoint.SHORT)
 _ENDED = ("completed", "failed", "cancelled")
 # After these the next batch would not do better: the server ends, and its batches are resumed by the next one.
 _FATAL = (errors.ExportFailed, errors.JournalFailed, errors.MemoryGaveOut, errors.Stalled)
@@ -120,7 +120,7 @@ class BatchQueue:
         self._folder = folder / "batches"
         self._folder.mkdir(mode=0o700, exist_ok=True)
         self._files = files
-        self._engine = engine
+        self.engine = engine
         self._settings = settings
         self._limits = settings.limits
         self._lock = threading.RLock()
@@ -224,7 +224,7 @@ class BatchQueue:
         return OutputPaths(self._folder / f"{batch.id}.jsonl")
 
     def _run(self) -> None:
-        loaded = self._engine.ready.result()
+        loaded = self.engine.ready.result()
         while (batch := self._waiting.get()) is not None:
             try:
                 self._end(batch, self._outcome(batch, loaded))
@@ -246,7 +246,7 @@ class BatchQueue:
                 cancel(folder)
                 export_now(folder, None)
                 return "cancelled"
-            return _BatchRun(self, batch, self._request(batch)).run(loaded, self._engine)
+            return _BatchRun(self, batch, self._request(batch)).run(loaded, self.engine)
         except (*_FATAL, ApiError):
             raise
         except MoedgeError as error:
@@ -256,7 +256,7 @@ class BatchQueue:
             wrong = (error.failures, error.total) if isinstance(error, errors.InputRefused) else ((), 0)
             self._fail(batch, "invalid_input", str(error), *wrong)
         except Exception as error:
-            if self._engine.broken or is_exhausted(error):
+            if self.engine.broken or is_exhausted(error):
                 raise
             traceback.print_exc()
             self._fail(batch, "server_error", f"{type(error).__name__}: {error}")
@@ -304,6 +304,7 @@ class _BatchRun:
         self._owner = owner
         self._batch = batch
         self._request = request
+        self._counted: Counts | None = None
 
     def run(self, loaded: LoadedModel, engine: EngineThread) -> str | None:
         """Raises what a job raises, and ApiError where the server stops before the first pass."""
@@ -323,8 +324,16 @@ class _BatchRun:
             return "completed"
         return "cancelled" if running.stopped_because == CANCELLED else None
 
+    def _count_rows(self, running: Running) -> None:
+        """Those of this server: what earlier ones answered is there when the batch begins."""
+        now = running.session.journal.state.counts.plus(Counts())
+        if self._counted is not None:
+            self._owner.engine.counts.add_rows(now, self._counted)
+        self._counted = now
+
     def _watch(self, running: Running) -> None:
         """On the engine's thread."""
+        self._count_rows(running)
         if self._batch.status == "validating":
             self._owner.enter(self._batch, "in_progress")
         self._batch.count(running.session.journal.state.counts)
@@ -332,9 +341,10 @@ class _BatchRun:
             running.session.folder.cancel.touch()
 
     def _refuse_other_endpoint(self, rows: Mapping[str, int]) -> None:
-        """`rows` are numbers of rows by endpoint; short rows suit both."""
-        for endpoint in (Endpoint.CHAT, Endpoint.COMPLETION):
-            if (count := rows.get(endpoint.name.lower(), 0)) and endpoint.value != self._batch.endpoint:
+        """`rows` are numbers of rows by endpoint; short rows suit all."""
+        for endpoint in Endpoint:
+            others = endpoint.value in _ENDPOINTS and endpoint.value != self._batch.endpoint
+            if others and (count := rows.get(endpoint.name.lower(), 0)):
                 raise errors.InputRefused(
                     f"{counted(count, 'line')} of {self._batch.input_file_id} have the url {endpoint.value}, and the "
                     f"batch is for {self._batch.endpoint}; make a batch for each"

@@ -1,5 +1,4 @@
-"""The one thread that loads the model and runs every pass: requests join it between two passes, and one job feeds it;
-and its numbers in the text format of Prometheus.
+"""The one thread that loads the model and runs every pass: requests join it between two passes, and one job feeds it.
 
 A job's own passes are its generator (`Running.passes`), a pass at a time; requests are sequences beside its rows.
 """
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...face import Engine, Heap, LoadedModel, Metrics, OpenModel, Planned, Running
+from .counts import ServerCounts
 from .errors import ApiError
 from .live import LiveRequest
 from .policy import interactive_first
@@ -57,6 +57,7 @@ class EngineThread:
         self.ready: Future[LoadedModel] = Future()
         self.died: Future[BaseException | None] = Future()
         self.totals = ServerTotals()
+        self.counts = ServerCounts()
         # Whether an error has ended a pass: the engine cannot be used any more.
         self.broken = False
         self._model = model
@@ -147,7 +148,20 @@ class EngineThread:
             self.totals = self.totals.plus(counting, counted)
             counted = ServerTotals(counting.passes, counting.prompt_tokens, counting.generated_tokens)
             heap.after_pass()
-            self._live = [request for request in self._live if not _ends(request, engine)]
+            self._live = [request for request in self._live if not self._ends(request, engine)]
+
+    def _ends(self, request: LiveRequest, engine: Engine) -> bool:
+        """Hands out what the pass brought. An error of one answer is not one of the engine."""
+        try:
+            ended = request.advance()
+        except Exception as error:
+            traceback.print_exc()
+            request.emit(ApiError(500, f"internal error: {type(error).__name__}", code="internal_error"))
+            engine.abort(lambda sequence: sequence in request.opened.sequences)
+            return True
+        if request.answered:
+            self.counts.answered(request.row.endpoint.value, request.arrived, request.opened.sequences)
+        return ended
 
     def _wait_for_work(self, engine: Engine) -> bool:
         """Lets requests join and leave; False when the thread is to end."""
@@ -215,47 +229,3 @@ def _joins(request: LiveRequest, engine: Engine) -> bool:
     for sequence in request.opened.first:
         engine.add(sequence)
     return True
-
-
-def _ends(request: LiveRequest, engine: Engine) -> bool:
-    """Hands out what the pass brought. An error of one answer is not one of the engine."""
-    try:
-        return request.advance()
-    except Exception as error:
-        traceback.print_exc()
-        request.emit(ApiError(500, f"internal error: {type(error).__name__}", code="internal_error"))
-        engine.abort(lambda sequence: sequence in request.opened.sequences)
-        return True
-
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-
-def metrics_text(loaded: LoadedModel, engine: EngineThread, batches: Mapping[str, int], num_files: int) -> str:
-    """`batches` are numbers of batches by status."""
-    return "".join(_lines(loaded, engine, batches, num_files))
-
-
-def _lines(loaded: LoadedModel, engine: EngineThread, batches: Mapping[str, int], num_files: int) -> Iterator[str]:
-    totals, scheduler = engine.totals, loaded.engine.engine.scheduler
-    yield from _metric("passes_total", "counter", "Forward passes", {"": totals.passes})
-    yield from _metric("prompt_tokens_total", "counter", "Prompt tokens computed", {"": totals.prompt_tokens})
-    yield from _metric("generated_tokens_total", "counter", "Tokens generated", {"": totals.generated_tokens})
-    yield from _metric("requests", "gauge", "Chats and completions that run or wait", {"": engine.num_live})
-    waiting = {'kind="interactive"': len(scheduler.urgent), 'kind="batch"': len(scheduler.waiting)}
-    yield from _metric("waiting_sequences", "gauge", "Sequences that wait for memory", waiting)
-    yield from _metric("running_sequences", "gauge", "Sequences in passes", {"": len(scheduler.running)})
-    by_status = {f'status="{status}"': count for status, count in batches.items()}
-    yield from _metric("batches", "gauge", "Batches by status", by_status)
-    yield from _metric("files", "gauge", "Files that are kept", {"": num_files})
-    tiers = loaded.engine.ledger.measure().tiers.values()
-    for name in ("budget", "planned", "peak"):
-        found = {f'tier="{tier.tier}"': getattr(tier, name) for tier in tiers}
-        known = {label: value for label, value in found.items() if value is not None}
-        yield from _metric(f"memory_{name}_bytes", "gauge", f"Memory: {name}", known)
-
-
-def _metric(name: str, kind: str, about: str, values: Mapping[str, int]) -> Iterator[str]:
-    yield f"# HELP moedge_{name} {about}\n# TYPE moedge_{name} {kind}\n"
-    for labels, value in values.items():
-        yield f"moedge_{name}{{{labels}}} {value}\n" if labels else f"moedge_{name} {value}\n"

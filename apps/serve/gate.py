@@ -14,6 +14,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from .counts import ServerCounts
 from .errors import ApiError
 from .limits import LOOPBACK, ServerLimits
 
@@ -37,8 +38,9 @@ _MOST_DROPPED_NBYTES, _DROPPING_SECONDS = 16 << 20, 2.0
 class RequestGate:
     """Refuses what no route should see, in the API's own shape."""
 
-    def __init__(self, app: App, key: str | None, limits: ServerLimits) -> None:
+    def __init__(self, app: App, key: str | None, limits: ServerLimits, counts: ServerCounts) -> None:
         """Without a key only this machine may ask, and no page of a browser."""
+        self._counts = counts
         self._app = app
         self._key = None if key is None else key.encode()
         self._limits = limits
@@ -57,6 +59,7 @@ class RequestGate:
             guarded.check_length()
             await self._app(scope, guarded.receive, guarded.send)
         except ApiError as error:
+            self._counts.refused(error)
             await guarded.refuse(error)
         finally:
             guarded.end()

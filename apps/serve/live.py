@@ -1,6 +1,5 @@
 """One request whose answer somebody waits for: its sequences in the engine, and what each pass adds to its answer."""
 
-import json
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -50,7 +49,10 @@ class LiveRequest:
         self.wanted = wanted
         self.model = model
         self.created = int(time.time())
+        # Monotonic seconds.
+        self.arrived = time.monotonic()
         self.cancelled = False
+        self.answered = False
         self.emit: Callable[[Event], None] = lambda event: None
         self._reader = reader
         self._ended: set[int] = set()
@@ -58,6 +60,10 @@ class LiveRequest:
         self._scored = [(0, 0)] * len(opened.sequences)
         # Calls of functions are found in the whole text.
         self._in_pieces = wanted.stream and not self.row.tools
+
+    def begun(self) -> dict[str, Any]:
+        """What a stream of the Responses API begins with."""
+        return self._reader.begun(self.row, self.created)
 
     def cancel(self) -> None:
         """Nobody waits any more; its sequences are dropped before the next pass."""
@@ -71,6 +77,7 @@ class LiveRequest:
         if len(self._ended) < len(self.opened.sequences):
             return False
         found = self._reader.answer(self.opened, self.created)
+        self.answered = not isinstance(found, RowFailure)
         self.emit(of_failure(found) if isinstance(found, RowFailure) else Finished(found))
         return True
 
@@ -112,13 +119,13 @@ class RequestReader:
             row = self._row(body, endpoint)
         except InvalidRow as error:
             raise of_failure(error.failure) from None
-        most = None if _says_how_long(body) else self._max_tokens
+        most = None if _says_how_long(body, endpoint) else self._max_tokens
         with self._lock:
             try:
                 opened = self._reader.open(row, most)
             except errors.TokenizerError as error:
                 # Of a text on which the tokenizer works too long; the model has answered others.
-                raise refused(str(error), "prompt") from None
+                raise refused(str(error), endpoint.called("prompt")) from None
         if isinstance(opened, RowFailure):
             raise of_failure(opened)
         for sequence in opened.sequences:
@@ -127,13 +134,14 @@ class RequestReader:
 
     def _row(self, body: Mapping[str, Any], endpoint: Endpoint) -> Row:
         fields = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
-        if not _says_how_long(body):
-            fields["max_tokens"] = max(1, fields["min_tokens"]) if type(fields.get("min_tokens")) is int else 1
+        if not _says_how_long(body, endpoint):
+            least = fields.get("min_tokens")
+            fields[endpoint.called("max_tokens")] = max(1, least) if type(least) is int else 1
         return self._reader.row(fields, endpoint, new_id(""))
 
 
-def _says_how_long(body: Mapping[str, Any]) -> bool:
-    return body.get("max_tokens") is not None or body.get("max_completion_tokens") is not None
+def _says_how_long(body: Mapping[str, Any], endpoint: Endpoint) -> bool:
+    return any(body.get(endpoint.called(name)) is not None for name in ("max_tokens", "max_completion_tokens"))
 
 
 def _wanted(body: Mapping[str, Any]) -> Wanted:
@@ -143,63 +151,3 @@ def _wanted(body: Mapping[str, Any]) -> Wanted:
     if not isinstance(options, dict):
         raise refused("stream_options must be an object", "stream_options", "invalid_type")
     return Wanted(stream, options.get("include_usage") is True)
-
-
-def chunks(live: LiveRequest, event: AnswerPiece | Finished) -> list[dict[str, Any]]:
-    """The objects of OpenAI's stream that an event becomes."""
-    if isinstance(event, AnswerPiece):
-        return [
-            _chunk(live, [{**_delta(live, event.index, event.reasoning, event.content), "logprobs": event.logprobs}])
-        ]
-    choices = [_last(live, choice) for choice in event.body["choices"]]
-    ended = [_chunk(live, choices)]
-    return [*ended, {**_chunk(live, []), "usage": event.body["usage"]}] if live.wanted.usage else ended
-
-
-def first_chunk(live: LiveRequest) -> dict[str, Any] | None:
-    """What a chat's stream begins with."""
-    if live.row.endpoint is not Endpoint.CHAT:
-        return None
-    choices = range(len(live.opened.sequences))
-    delta = {"role": "assistant", "content": ""}
-    return _chunk(
-        live, [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None} for index in choices]
-    )
-
-
-def _chunk(live: LiveRequest, choices: list[dict[str, Any]]) -> dict[str, Any]:
-    chat = live.row.endpoint is Endpoint.CHAT
-    return {
-        "id": ("chatcmpl-" if chat else "cmpl-") + live.row.id,
-        "object": "chat.completion.chunk" if chat else "text_completion",
-        "created": live.created,
-        "model": live.model,
-        "choices": choices,
-    }
-
-
-def _delta(live: LiveRequest, index: int, reasoning: str, content: str) -> dict[str, Any]:
-    if live.row.endpoint is not Endpoint.CHAT:
-        return {"index": index, "text": content, "logprobs": None, "finish_reason": None}
-    delta = {"content": content} if content else {}
-    delta |= {"reasoning_content": reasoning} if reasoning else {}
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-
-def _last(live: LiveRequest, choice: dict[str, Any]) -> dict[str, Any]:
-    """The end of one choice; of an answer that may call functions it is all of it."""
-    ended = {**_delta(live, choice["index"], "", ""), "finish_reason": choice["finish_reason"]}
-    if live.row.tools:
-        message = choice["message"]
-        calls = [{"index": index, **call} for index, call in enumerate(message.get("tool_calls", ()))]
-        ended["delta"] = {"content": message["content"]} | ({"tool_calls": calls} if calls else {})
-        ended["logprobs"] = choice["logprobs"]
-    return ended
-
-
-def as_event(content: Mapping[str, Any]) -> bytes:
-    """One server-sent event."""
-    return b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"
-
-
-LAST_EVENT = b"data: [DONE]\n\n"

@@ -113,7 +113,7 @@ def _most_connections(limits: ServerLimits) -> int:
 
 def _config(settings: ServerSettings, service: Service) -> uvicorn.Config:
     return uvicorn.Config(
-        RequestGate(make_app(service), settings.key, settings.limits),
+        RequestGate(make_app(service), settings.key, settings.limits, service.engine.counts),
         http=bounded_protocol(settings.limits),
         ws="none",
         lifespan="off",

@@ -53,7 +53,7 @@ def context_error(row: Row, num_prompt_tokens: int, context_tokens: int, least: 
         return None
     message = (
         f"{least}{num_prompt_tokens} prompt tokens and {max_tokens} to generate are {num_prompt_tokens + max_tokens},"
-        f" the context has {context_tokens}; shorten the prompt or lower max_tokens"
+        f" the context has {context_tokens}; shorten the prompt or lower {row.endpoint.called('max_tokens')}"
     )
     return row.failure(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message)
 
@@ -239,7 +239,8 @@ class RowEncoder:
             return None
         message = (
             f"{least}{longest} prompt tokens and {row.params.max_tokens} to generate are more than the KV cache holds "
-            f"({self._cache_tokens}); give the job more memory (an LLM: a larger max_model_len), or lower max_tokens"
+            f"({self._cache_tokens}); give the job more memory (an LLM: a larger max_model_len), or lower "
+            f"{row.endpoint.called('max_tokens')}"
         )
         return row.failure(ErrorCode.KV_CACHE_EXCEEDED, message)
 

@@ -81,6 +81,8 @@ def records(line: str, fields: tuple[str, ...] | None) -> Iterator[Record]:
     answer = json.loads(line)
     response = answer.get("response")
     body = answer if response is None else response["body"]
+    if body.get("object") == "response":
+        body = _as_chat(body)
     own = {name: value for name, value in answer.items() if name not in ANSWER_KEYS}
     if "metadata" in body:
         own["metadata"] = body["metadata"]
@@ -94,6 +96,22 @@ def records(line: str, fields: tuple[str, ...] | None) -> Iterator[Record]:
     for number, choice in enumerate(choices):
         numbered = {"choice": number} if len(choices) > 1 else {}
         yield {**common, **numbered, **_choice(choice, fields, own), **own}
+
+
+def _as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
+    """A body of the Responses API as that of a chat."""
+    items = {item["type"]: item for item in body["output"]}
+    calls = [
+        {"id": item["call_id"], "type": "function", "function": {name: item[name] for name in ("name", "arguments")}}
+        for item in body["output"]
+        if item["type"] == "function_call"
+    ]
+    message = {"content": items["message"]["content"][0]["text"] if "message" in items else None}
+    message |= {"reasoning_content": items["reasoning"]["content"][0]["text"]} if "reasoning" in items else {}
+    reason = "tool_calls" if calls else "length" if body["incomplete_details"] else "stop"
+    usage = {"prompt_tokens": body["usage"]["input_tokens"], "completion_tokens": body["usage"]["output_tokens"]}
+    choice = {"message": message | ({"tool_calls": calls} if calls else {}), "finish_reason": reason}
+    return {"choices": [choice], "usage": usage} | ({"metadata": body["metadata"]} if body["metadata"] else {})
 
 
 def _choice(choice: Mapping[str, Any], fields: tuple[str, ...] | None, own: Mapping[str, Any]) -> Record:

@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self
 from ..engine.engine import Engine
 from ..engine.sequence import Sequence
 from ..loading.engine_loader import LoadedModel
-from ..rows.answer_formats import SCORED, Answers, Completion, openai_answer, openai_logprobs, usage
+from ..rows.answer_formats import SCORED, Answers, Completion, openai_body, openai_logprobs, response_body, usage
 from ..rows.fields import invalid_schema
 from ..rows.reader import RowFile
 from ..rows.row import CONTINUE_CUT, Defaults, Endpoint, ErrorCode, Row, RowFailure
@@ -380,7 +380,8 @@ def _with_calls(completion: Completion, calls: Items[FunctionCall]) -> Completio
 
 
 def _incomplete(row: Row, completions: Items[Completion]) -> RowFailure:
-    message = f"the answer reached max_tokens ({row.params.max_tokens}) before it was complete; {CONTINUE_CUT}"
+    most = f"{row.endpoint.called('max_tokens')} ({row.params.max_tokens})"
+    message = f"the answer reached {most} before it was complete; {CONTINUE_CUT}"
     failure = row.failure(ErrorCode.INCOMPLETE_OUTPUT, message, "max_tokens")
     return replace(failure, partial=tuple(each.text for each in completions))
 
@@ -444,7 +445,11 @@ class RowReader:
         completions = opened.completions()
         if isinstance(completions, RowFailure):
             return completions
-        answer = openai_answer(opened.row, completions, self._model, created, self._tokenizer.token_text)
-        body: dict[str, Any] = answer["response"]["body"]
-        body["usage"]["prompt_tokens_details"] = {"cached_tokens": opened.cached_tokens}
+        body = openai_body(opened.row, completions, self._model, created, self._tokenizer.token_text)
+        details = "input_tokens_details" if opened.row.endpoint is Endpoint.RESPONSE else "prompt_tokens_details"
+        body["usage"][details] = body["usage"].get(details, {}) | {"cached_tokens": opened.cached_tokens}
         return body
+
+    def begun(self, row: Row, created: int) -> dict[str, Any]:
+        """A body of the Responses API before anything is answered."""
+        return response_body(row, None, self._model, created, self._tokenizer.token_text)

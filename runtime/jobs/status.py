@@ -50,7 +50,12 @@ _BATCH_STATUS = {
     JobPhase.INTERRUPTED: "expired",
 }
 # A short row with a prompt is a completion; OpenAI has no word of its own for it.
-_ENDPOINTS = {"chat": "/v1/chat/completions", "completion": "/v1/completions", "short": "/v1/completions"}
+_ENDPOINTS = {
+    "chat": "/v1/chat/completions",
+    "completion": "/v1/completions",
+    "response": "/v1/responses",
+    "short": "/v1/completions",
+}
 
 
 @dataclass(frozen=True, slots=True)

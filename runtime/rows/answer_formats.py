@@ -116,9 +116,12 @@ SCORED = "scored"
 _NOT_THE_ROWS = {ErrorCode.NUMERICAL_ERROR, ErrorCode.WORKER_CRASHED}
 
 
-def openai_answer(
+def openai_body(
     row: Row, completions: Sequence[Completion], model: str, created: int, token_text: TokenText
 ) -> dict[str, Any]:
+    """The body of OpenAI's response."""
+    if row.endpoint is Endpoint.RESPONSE:
+        return response_body(row, completions[0], model, created, token_text)
     chat = row.endpoint is Endpoint.CHAT
     body = {
         "id": ("chatcmpl-" if chat else "cmpl-") + _digest(row.id, b"body"),
@@ -130,9 +133,61 @@ def openai_answer(
     }
     if chat:
         body |= _prompt_logprobs(row, completions[0], token_text)
-    if row.metadata is not None:
-        body["metadata"] = row.metadata
-    return with_own(_line(row.id, 200, body), row.own)
+    return {**body, **row.repeated}
+
+
+def response_body(
+    row: Row, completion: Completion | None, model: str, created: int, token_text: TokenText
+) -> dict[str, Any]:
+    """A response of the Responses API; one that is in progress has no completion yet."""
+    name, cut = _digest(row.id, b"body"), completion is not None and completion.finish_reason is FinishReason.LENGTH
+    status = "in_progress" if completion is None else "incomplete" if cut else "completed"
+    return {
+        "id": f"resp_{name}",
+        "object": "response",
+        "created_at": created,
+        "status": status,
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "model": model,
+        "output": [] if completion is None else _items(row, completion, name, status, token_text),
+        "usage": None if completion is None else _response_usage(completion),
+        "temperature": row.params.temperature,
+        "top_p": row.params.top_p,
+        "background": False,
+        "previous_response_id": None,
+        "store": False,
+        "truncation": "disabled",
+        **row.repeated,
+    }
+
+
+def _items(row: Row, completion: Completion, name: str, status: str, token_text: TokenText) -> list[dict[str, Any]]:
+    """Reasoning, the text, and calls: each where there is one; the last is as complete as the response."""
+    items: list[dict[str, Any]] = []
+    if completion.reasoning:
+        thought = {"type": "reasoning_text", "text": completion.reasoning}
+        items.append({"id": f"rs_{name}", "type": "reasoning", "summary": [], "content": [thought]})
+    if (content := completion.content) is not None:
+        scored = completion.logprobs
+        logprobs = [] if scored is None else _chat_logprobs(scored, token_text)["content"]
+        said = {"type": "output_text", "text": content, "annotations": [], "logprobs": logprobs}
+        items.append({"id": f"msg_{name}", "type": "message", "role": "assistant", "content": [said]})
+    for call in _calls(row, 0, completion.calls):
+        call_id = call["id"]
+        items.append({"id": "fc_" + call_id[5:], "type": "function_call", "call_id": call_id, **call["function"]})
+    return [item | {"status": status if index == len(items) - 1 else "completed"} for index, item in enumerate(items)]
+
+
+def _response_usage(completion: Completion) -> dict[str, Any]:
+    prompt, generated = completion.num_prompt_tokens, len(completion.token_ids)
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": generated,
+        "output_tokens_details": {"reasoning_tokens": completion.reasoning_tokens or 0},
+        "total_tokens": prompt + generated,
+    }
 
 
 def openai_failure(failure: RowFailure) -> dict[str, Any]:
@@ -223,7 +278,7 @@ def _calls(row: Row, index: int, calls: Sequence[FunctionCall]) -> list[dict[str
 
 def openai_logprobs(row: Row, tokens: Sequence[TokenLogprob], token_text: TokenText, before: int = 0) -> dict[str, Any]:
     """The `logprobs` of a choice, or of a part of it that `before` characters of tokens are in front of."""
-    chat = row.endpoint is Endpoint.CHAT
+    chat = row.endpoint is not Endpoint.COMPLETION
     return _chat_logprobs(tokens, token_text) if chat else _completion_logprobs(tokens, token_text, before)
 
 
@@ -317,7 +372,8 @@ class Answers:
         """`completions` in the order of `row.choices()`, one for each."""
         if row.short:
             return _ENCODER.encode(short_answer(row, completions, self._token_text))
-        return _ENCODER.encode(openai_answer(row, completions, self._model, self._created, self._token_text))
+        body = openai_body(row, completions, self._model, self._created, self._token_text)
+        return _ENCODER.encode(with_own(_line(row.id, 200, body), row.own))
 
     def failure(self, failure: RowFailure) -> str:
         return _ENCODER.encode((short_failure if failure.short else openai_failure)(failure))

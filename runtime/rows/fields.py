@@ -107,10 +107,11 @@ _CODE_OF_MESSAGE = {
 
 def messages(value: Any, param: str) -> ChatPrompt:
     """Text parts are joined by newlines, as vLLM joins them for templates that take strings."""
-    return ChatPrompt(tuple(joined_parts(_as_row_error(read_messages, value, param))))
+    return ChatPrompt(tuple(joined_parts(as_row_error(read_messages, value, param))))
 
 
-def _as_row_error(check: Callable[[Any, str], T], value: Any, param: str) -> T:
+def as_row_error(check: Callable[[Any, str], T], value: Any, param: str) -> T:
+    """What a check of messages returns; what it raises becomes an `InvalidRow`."""
     try:
         return check(value, param)
     except BadMessage as error:
@@ -119,7 +120,7 @@ def _as_row_error(check: Callable[[Any, str], T], value: Any, param: str) -> T:
 
 def tools(value: Any, param: str) -> tuple[dict[str, Any], ...]:
     """Function tools, as OpenAI has them."""
-    return _as_row_error(read_tools, value, param)
+    return as_row_error(read_tools, value, param)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,14 +242,19 @@ _BESIDE_SCHEMA = {"name": str, "description": str, "strict": bool}
 _MAX_VERDICTS = 4096
 
 
-def response_format(value: Any, param: str) -> str | None:
-    """The schema as text, with its properties in the order given; None for plain text."""
+def response_format(value: Any, param: str, flat: bool = False) -> str | None:
+    """The schema as text, with its properties in the order given; None for plain text.
+
+    `flat` is the form of Responses: what describes the schema stands beside the type.
+    """
     if not isinstance(value, dict):
         raise wrong_type(value, param, "an object with a type")
     kind = value.get("type")
     if kind not in _KINDS:
         raise wrong_value(kind, f"{param}.type", f"one of {', '.join(_KINDS)}")
-    _only(value, ("type", "json_schema") if kind == "json_schema" else ("type",), param)
+    if kind == "json_schema" and flat:
+        return _schema({name: each for name, each in value.items() if name != "type"}, param)
+    only(value, ("type", "json_schema") if kind == "json_schema" else ("type",), param)
     if kind == "json_schema":
         return _schema(value.get("json_schema"), f"{param}.json_schema")
     return ANY_OBJECT if kind == "json_object" else None
@@ -261,7 +267,7 @@ def structured_outputs(value: Any, param: str) -> AnswerForm | None:
     """vLLM's name for the form of an answer: one of `_FORMS`."""
     if not isinstance(value, dict):
         raise wrong_type(value, param, f"an object with one of {', '.join(_FORMS)}")
-    _only(value, _FORMS, param)
+    only(value, _FORMS, param)
     given = {name: form for name, form in value.items() if form is not None}
     if len(given) != 1:
         raise wrong_value(value, param, f"an object with exactly one of {', '.join(_FORMS)}")
@@ -339,7 +345,7 @@ def _verdict(schema: AnswerForm) -> InvalidRow | None:
 def _schema(value: Any, param: str) -> str:
     if not isinstance(value, dict):
         raise wrong_type(value, param, "an object with name and schema")
-    _only(value, (*_BESIDE_SCHEMA, "schema"), param)
+    only(value, (*_BESIDE_SCHEMA, "schema"), param)
     for name, kind in _BESIDE_SCHEMA.items():
         if value.get(name) is not None and not isinstance(value[name], kind):
             raise wrong_type(value[name], f"{param}.{name}", "a string" if kind is str else "true or false")
@@ -351,7 +357,8 @@ def _schema(value: Any, param: str) -> str:
     return json.dumps(schema, separators=(",", ":"))
 
 
-def _only(value: dict[str, Any], known: tuple[str, ...], param: str) -> None:
+def only(value: Mapping[str, Any], known: tuple[str, ...], param: str) -> None:
+    """Raises `InvalidRow` for a field of `param` that is not known."""
     for name in value:
         if name not in known:
             message = f"{shown(name)} of {param} is not a known field; known are {', '.join(known)}"
@@ -365,7 +372,7 @@ TOP_K = Limit(-1, LIMITS["top_k"].high)
 
 
 def _everywhere(check: Check) -> Mapping[Endpoint, Check]:
-    return dict.fromkeys(Endpoint, check)
+    return dict.fromkeys((CHAT, COMPLETION, SHORT), check)
 
 
 FIELDS: Mapping[str, Mapping[Endpoint, Check]] = {
@@ -458,7 +465,10 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 
 
 def read_fields(body: Mapping[str, Any], endpoint: Endpoint) -> dict[str, Any]:
-    """The checked values of the fields that were given; null is not given. Raises `InvalidRow`."""
+    """The checked values of the fields that were given; null is not given. Raises `InvalidRow`.
+
+    Fields of requests for Responses are read by responses.py.
+    """
     given, checks = {}, _CHECKS[endpoint]
     for name, value in body.items():
         if value is None:
@@ -469,11 +479,16 @@ def read_fields(body: Mapping[str, Any], endpoint: Endpoint) -> dict[str, Any]:
         elif not (
             name in IGNORED
             or name.startswith(FREE_PREFIX)
-            or any(type(value) is type(same) and value == same for same in UNSUPPORTED.get(name, ()))
+            or changes_nothing(value, UNSUPPORTED.get(name, ()))
             or is_own(name, endpoint)
         ):
             raise _refusal(name, endpoint)
     return given
+
+
+def changes_nothing(value: Any, same: tuple[Any, ...]) -> bool:
+    """Whether a value of an unsupported field is one of those that would not change the answer."""
+    return any(type(value) is type(each) and value == each for each in same)
 
 
 # Parameters of other programs, and what says the same here: as a field of one's own each would be a silent slip.
@@ -521,11 +536,15 @@ def unknown(name: str, known: tuple[str, ...]) -> InvalidRow:
     return InvalidRow(ErrorCode.UNKNOWN_PARAMETER, f"{name[:64]!a} is not a known field; {advice}", name[:64])
 
 
+def not_supported(name: str) -> str:
+    return f"{name} would change the answer and is not supported; remove it"
+
+
 def _refusal(name: str, endpoint: Endpoint) -> InvalidRow:
     if name in FIELDS:
         message = f"{name} is not a field of {endpoint.name.lower()} rows; remove it"
     elif name in UNSUPPORTED:
-        message = f"{name} would change the answer and is not supported; remove it"
+        message = not_supported(name)
     else:
         return unknown(name, _SHORT_NAMES if endpoint is SHORT else tuple(_CHECKS[endpoint]))
     return InvalidRow(ErrorCode.UNSUPPORTED_PARAMETER, message, name)

@@ -347,11 +347,18 @@ class LineParser:
             position = self._position(values, position)
             self._ids.add(position.id, line.number, self._columns.id_field if self._short else "custom_id")
             row = self._row(values, position)
-            if row.schema is not None:
-                self._schemas.check(row.schema)
-            return row
+            return self._refusal_of_form(row) or row
         except InvalidRow as error:
             return self._located(error.failure, position)
+
+    def _refusal_of_form(self, row: Row) -> RowFailure | None:
+        """Why the form that the row asks for cannot be followed."""
+        try:
+            if row.schema is not None:
+                self._schemas.check(row.schema)
+        except InvalidRow as error:
+            return row.failure(error.failure.code, error.failure.message, error.failure.param)
+        return None
 
     def again(self, content: bytes, index: int, number: int) -> Row:
         """The row of line `number`; neither JSON nor id nor schema is looked at twice."""

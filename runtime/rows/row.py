@@ -168,7 +168,22 @@ class Endpoint(Enum):
 
     CHAT = "/v1/chat/completions"
     COMPLETION = "/v1/completions"
+    RESPONSE = "/v1/responses"
     SHORT = "short"
+
+    def called(self, name: str) -> str:
+        """What a row of this contract calls the field `name` of a chat."""
+        return _NAMES_OF_RESPONSES.get(name, name) if self is Endpoint.RESPONSE else name
+
+
+_NAMES_OF_RESPONSES = {
+    "messages": "input",
+    "prompt": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +242,8 @@ class Row:
 
     `schema` is the text of a JSON schema, or another grammar, that every answer must follow. Where there are `scored`
     texts, nothing is generated: the answer says how likely each of them is. `own` are the user's fields, which the
-    answer repeats beside its own; `metadata` is OpenAI's field of that name, repeated in the answer's body.
+    answer repeats beside its own; `repeated` are fields of a request that the body of its answer repeats, such as
+    OpenAI's `metadata`.
     """
 
     index: int
@@ -242,7 +258,7 @@ class Row:
     schema: AnswerForm | None = None
     scored: tuple[str, ...] = ()
     own: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    metadata: Any = field(default=None, compare=False)
+    repeated: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def chat(self) -> bool:
@@ -260,7 +276,8 @@ class Row:
         return self.endpoint is Endpoint.SHORT
 
     def failure(self, code: ErrorCode, message: str, param: str | None = None) -> RowFailure:
-        """Of this row."""
+        """Of this row; `param` is what a chat calls the field."""
+        param = None if param is None else self.endpoint.called(param)
         return RowFailure(code, message, param, self.index, self.line, self.id, self.short, self.own)
 
     def choices(self) -> Iterator[tuple[int, SequenceSampling]]:

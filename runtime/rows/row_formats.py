@@ -19,6 +19,7 @@ from ..sampling.grammar import AnswerForm, ForcedCall, SchemaError, compile_sche
 from ..sampling.params import SequenceSampling
 from ..settings.errors import BadArgument, InputUnreadable, shown
 from .fields import FREE_PREFIX, MAX_PROMPTS, NamedTool, is_own, read_fields, slip_of, unknown
+from .responses import read_response, repeated_fields
 from .row import ChatPrompt, Defaults, Endpoint, ErrorCode, InvalidRow, Prompt, Row, parse_object, row_seed
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class UniqueIds:
 
 LINE_KEYS = ("custom_id", "method", "url", "body")
 _ANY_OF_THEM = frozenset(LINE_KEYS)
-_ENDPOINTS = {endpoint.value: endpoint for endpoint in (Endpoint.CHAT, Endpoint.COMPLETION)}
+_ENDPOINTS = {endpoint.value: endpoint for endpoint in Endpoint if endpoint is not Endpoint.SHORT}
 
 
 def is_openai(line: dict[str, Any]) -> bool:
@@ -185,9 +186,9 @@ class RowBuilder:
 
     def build(self, body: Mapping[str, Any], endpoint: Endpoint, position: RowPosition) -> Row:
         """Raises `InvalidRow` naming the first field that cannot be run as it is."""
-        given = read_fields(body, endpoint)
+        given = read_response(body) if endpoint is Endpoint.RESPONSE else read_fields(body, endpoint)
         scored = self._scored(given, endpoint)
-        prompts, num_samples = self._chat(_prompts(given, endpoint), given, body), given.get("n", 1)
+        prompts, num_samples = self._chat(_prompts(given, endpoint), given, body, endpoint), given.get("n", 1)
         if len(prompts) * num_samples > MAX_PROMPTS:
             raise InvalidRow(
                 ErrorCode.INVALID_VALUE,
@@ -200,14 +201,14 @@ class RowBuilder:
             id=position.id,
             endpoint=endpoint,
             prompts=prompts,
-            params=self._params({**given, "max_tokens": 1} if scored else given, position.id),
+            params=self._params({**given, "max_tokens": 1} if scored else given, endpoint, position.id),
             num_samples=num_samples,
             model=given.get("model"),
             return_token_ids=given.get("return_token_ids", False),
-            schema=None if scored else self._schema(given),
+            schema=None if scored else self._schema(given, endpoint),
             scored=scored,
             own=position.own,
-            metadata=None if endpoint is Endpoint.SHORT else body.get("metadata"),
+            repeated=_repeated(body, endpoint),
         )
 
     def _scored(self, given: Mapping[str, Any], endpoint: Endpoint) -> tuple[str, ...]:
@@ -221,7 +222,7 @@ class RowBuilder:
                 raise InvalidRow(ErrorCode.INVALID_VALUE, message, name)
         return scored
 
-    def _params(self, given: Mapping[str, Any], row_id: str) -> SequenceSampling:
+    def _params(self, given: Mapping[str, Any], endpoint: Endpoint, row_id: str) -> SequenceSampling:
         values = dict(self._defaults)
         for name in given:
             if name in values:
@@ -235,13 +236,14 @@ class RowBuilder:
         if values["min_tokens"] > values["max_tokens"]:
             raise InvalidRow(
                 ErrorCode.INVALID_VALUE,
-                f"min_tokens {values['min_tokens']} is more than max_tokens {values['max_tokens']}; lower it",
+                f"min_tokens {values['min_tokens']} is more than {endpoint.called('max_tokens')} "
+                f"{values['max_tokens']}; lower it",
                 "min_tokens",
             )
         return SequenceSampling(**values)
 
     def _chat(
-        self, prompts: tuple[Prompt, ...], given: Mapping[str, Any], body: Mapping[str, Any]
+        self, prompts: tuple[Prompt, ...], given: Mapping[str, Any], body: Mapping[str, Any], endpoint: Endpoint
     ) -> tuple[Prompt, ...]:
         """`prompts` with what else the chat template gets."""
         prompt = prompts[0]
@@ -261,22 +263,20 @@ class RowBuilder:
             name = "parallel_tool_calls"
             message = f"{name} false would change the answer and is not supported beside tools; remove it"
             raise InvalidRow(ErrorCode.UNSUPPORTED_PARAMETER, message, name)
-        return (replace(prompt, tools=tools, variables=self._variables(given)),)
+        return (replace(prompt, tools=tools, variables=self._variables(given, endpoint)),)
 
-    def _variables(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _variables(self, given: Mapping[str, Any], endpoint: Endpoint) -> Mapping[str, Any]:
         own, effort = given.get("chat_template_kwargs", {}), given.get("reasoning_effort")
         if effort is not None and own.get("reasoning_effort", effort) != effort:
-            raise InvalidRow(
-                ErrorCode.INVALID_VALUE,
-                "reasoning_effort and the one in chat_template_kwargs disagree; keep one of them",
-                "reasoning_effort",
-            )
+            name = endpoint.called("reasoning_effort")
+            message = f"{name} and the reasoning_effort in chat_template_kwargs disagree; keep one of them"
+            raise InvalidRow(ErrorCode.INVALID_VALUE, message, name)
         variables = {**self._kwargs, **own}
         if effort is not None or (self._effort is not None and "reasoning_effort" not in variables):
             variables["reasoning_effort"] = effort or self._effort
         return variables
 
-    def _schema(self, given: Mapping[str, Any]) -> AnswerForm | None:
+    def _schema(self, given: Mapping[str, Any], endpoint: Endpoint) -> AnswerForm | None:
         """A grammar alone ends its text: whatever else might would cut it."""
         forms = [name for name in _FORMS if given.get(name) is not None]
         if len(forms) > 1:
@@ -287,10 +287,10 @@ class RowBuilder:
         schema: AnswerForm | None = given[forms[0]] if forms else of_job or called
         if schema is None:
             return None
-        named = forms[0] if forms else "--schema" if of_job else "tool_choice"
+        named = endpoint.called(forms[0]) if forms else "--schema" if of_job else "tool_choice"
         for name in ("stop", "stop_token_ids", "ignore_eos", "min_tokens"):
             if given.get(name, self._defaults[name]):
-                kind = "a JSON response_format" if named == "response_format" else named
+                kind = f"a JSON {named}" if forms[:1] == ["response_format"] else named
                 raise InvalidRow(
                     ErrorCode.INVALID_VALUE,
                     f"{name} and {kind} are both given; keep one of them: such an answer ends where it is complete",
@@ -337,8 +337,15 @@ def _prompts(given: Mapping[str, Any], endpoint: Endpoint) -> tuple[Prompt, ...]
     if "prompt" in given:
         prompts: tuple[Prompt, ...] = given["prompt"]
         return prompts
-    name = "prompt" if endpoint is Endpoint.COMPLETION else "messages"
+    name = endpoint.called("prompt" if endpoint is Endpoint.COMPLETION else "messages")
     raise InvalidRow(ErrorCode.MISSING_PARAMETER, f"{name} is missing: there is nothing to answer", name)
+
+
+def _repeated(body: Mapping[str, Any], endpoint: Endpoint) -> Mapping[str, Any]:
+    """The fields of a request that the body of its answer repeats."""
+    if endpoint is Endpoint.RESPONSE:
+        return repeated_fields(body)
+    return {} if endpoint is Endpoint.SHORT or body.get("metadata") is None else {"metadata": body["metadata"]}
 
 
 def _max_tokens(given: Mapping[str, Any]) -> int:

@@ -54,7 +54,7 @@ def read_messages(value: Any, where: str = "messages") -> list[dict[str, Any]]:
         raise _wrong_type(value, where, "a list of messages")
     if not value:
         raise _wrong(MessageFault.VALUE, value, where, "at least one message")
-    return [_message(item, f"{where}[{index}]") for index, item in enumerate(value)]
+    return [read_message(item, f"{where}[{index}]") for index, item in enumerate(value)]
 
 
 def texts(messages: Iterable[Message]) -> list[str]:
@@ -96,7 +96,8 @@ def _content_texts(content: Any) -> list[str]:
     return [content] if isinstance(content, str) else [part["text"] for part in content]
 
 
-def _message(value: Any, where: str) -> dict[str, Any]:
+def read_message(value: Any, where: str) -> dict[str, Any]:
+    """One of `read_messages`."""
     if not isinstance(value, Mapping):
         raise _wrong_type(value, where, "an object with role and content")
     given = {key: item for key, item in value.items() if item is not None and key not in _IGNORED}
@@ -108,7 +109,7 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     read = _BESIDE[role](given, name, where) if role in _BESIDE else {}
     # An answer that calls functions need not say anything.
     content = given.pop("content", "" if "tool_calls" in read else None)
-    read = {"role": ROLES[role], "content": _content(content, f"{where}.content"), **read}
+    read = {"role": ROLES[role], "content": read_content(content, f"{where}.content"), **read}
     if given:
         raise _unknown(next(iter(given)), where)
     return read
@@ -177,7 +178,8 @@ def _never(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
-def _content(value: Any, where: str) -> str | list[dict[str, str]]:
+def read_content(value: Any, where: str) -> str | list[dict[str, str]]:
+    """A text or its parts. Raises BadMessage."""
     if isinstance(value, str):
         return value
     if value is None:

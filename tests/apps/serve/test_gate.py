@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import uvicorn
 
+from moedge.apps.serve.counts import ServerCounts
 from moedge.apps.serve.errors import ApiError
 from moedge.apps.serve.gate import RequestGate, RequestRates, bounded_protocol
 from moedge.apps.serve.limits import ServerLimits, ServerSettings
@@ -46,7 +47,7 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 def running(key: str | None, limits: ServerLimits = PATIENT) -> Iterator[int]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         config = uvicorn.Config(
-            RequestGate(echo, key, limits),
+            RequestGate(echo, key, limits, ServerCounts()),
             http=bounded_protocol(limits),
             ws="none",
             lifespan="off",

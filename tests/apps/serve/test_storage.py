@@ -17,6 +17,7 @@ import pytest
 
 from moedge.apps.serve.app import Service, Turns, make_app
 from moedge.apps.serve.batches import BatchQueue
+from moedge.apps.serve.counts import ServerCounts
 from moedge.apps.serve.files import FileStore
 from moedge.apps.serve.limits import ServerLimits, ServerSettings
 from moedge.apps.serve.server import _most_connections
@@ -36,7 +37,7 @@ class Server:
 
     def __init__(self, folder: Path, limits: ServerLimits) -> None:
         folder.mkdir(exist_ok=True)
-        engine: Any = SimpleNamespace(died=Future(), num_live=0, broken=False, ready=Future())
+        engine: Any = SimpleNamespace(counts=ServerCounts(), died=Future(), num_live=0, broken=False, ready=Future())
         self.engine = engine
         self.files = FileStore(folder, limits)
         self.batches = BatchQueue(folder, self.files, engine, ServerSettings("model", limits=limits))
