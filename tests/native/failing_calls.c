@@ -1,7 +1,7 @@
 /* Calls to the system of which one fails: preloaded into a process (LD_PRELOAD), silent until `failing_calls_arm`.
  *
  * Counted are calls of one name that concern a folder (by path, or by what a descriptor is of), and those of mmap, fork,
- * socket and connect wherever they go, but those mmap by which Python gets memory for objects in a thread that is not the
+ * socket and connect wherever they go, but those mmap by which Python gets memory for objects and frames in a thread that is not the
  * first: one that begins without never says that it has begun, and who started it waits for ever
  * (https://github.com/python/cpython/issues/140746). The k-th fails with a given errno; with `lasting`, so do those after
  * it.
@@ -45,10 +45,11 @@ static int fails(const char *call) {
 
 static int within(const char *path) { return path && !strncmp(path, armed_folder, strlen(armed_folder)); }
 
-/* obmalloc takes memory in pieces of this size. */
+/* obmalloc takes memory in pieces of the first size, the frames of a thread in pieces of the second. */
 #define ARENA ((size_t)1 << 20)
+#define FRAMES ((size_t)16 << 10)
 
-static int is_ours(size_t size) { return size != ARENA || gettid() == getpid(); }
+static int is_ours(size_t size) { return (size != ARENA && size != FRAMES) || gettid() == getpid(); }
 
 static int concerns(int descriptor) {
     if (!atomic_load(&armed)) return 0;
