@@ -2,6 +2,10 @@
 
 import functools
 import gc
+
+# Until all tests are collected, which makes a million objects that stay: `pytest_collection_finish`.
+gc.disable()
+
 import os
 import signal
 import sys
@@ -49,6 +53,7 @@ def pytest_collection_finish() -> None:
     them."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

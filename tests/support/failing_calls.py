@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import gc
 import importlib
 import json
 import os
@@ -109,6 +110,8 @@ class Commands:
 def serve() -> None:
     for name in ("torch", "transformers.modeling_utils", "moedge.batch", "moedge.cli.main"):
         importlib.import_module(name)
+    # No child walks through what is here.
+    gc.freeze()
     for line in sys.stdin:
         reply = handled(**json.loads(line))
         print(json.dumps(reply), flush=True)

@@ -13,7 +13,8 @@ from typing import Any, TextIO
 
 COMMAND = "from moedge.cli.main import main; main()"
 IMPORTED = ["torch", "transformers.modeling_utils", "transformers.models.llama.modeling_llama", "moedge.batch",
-            "moedge.cli.main", "moedge.runtime.jobs.lifecycle", "moedge.runtime.loading.engine_loader"]  # fmt: skip
+            "moedge.cli.main", "moedge.runtime.jobs.lifecycle", "moedge.runtime.loading.engine_loader",
+            "support.frozen"]  # fmt: skip
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(IMPORTED)
 

@@ -149,6 +149,7 @@ def test_a_body_that_trickles_is_refused_when_its_time_is_over(path: str, limit:
     assert status_of(answer) == 408
 
 
+@pytest.mark.sample("said", "in chunks")
 @pytest.mark.parametrize("pieces", [
     (head(Content_Length=1001),),
     (head(Content_Length="9" * 18),),
