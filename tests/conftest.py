@@ -2,10 +2,6 @@
 
 import functools
 import gc
-
-# Until all tests are collected, which makes a million objects that stay: `pytest_collection_finish`.
-gc.disable()
-
 import os
 import signal
 import sys
@@ -26,6 +22,9 @@ import torch
 
 from support.row_files import read_rows, write_rows
 from support.tiny_families import save_tiny
+
+# Until all tests are collected, which makes a million objects that stay: `pytest_collection_finish`.
+gc.disable()
 
 REAL = Path(__file__).parent / "real"
 

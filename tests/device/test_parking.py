@@ -45,7 +45,7 @@ def test_what_cannot_be_pinned_whole_is_not_pinned(limit: int, fakes: ModuleType
 def test_sequences_that_were_parked_go_on_as_if_nothing_had_happened(kv: str, case: Any, fakes: ModuleType) -> None:
     """A cache with room for two of four sequences at their longest, all of which are admitted: they grow into it."""
     tiny = case("qwen3_moe")
-    tiny = replace(tiny, settings=replace(tiny.settings, kv=kv), lengths=(10, 11, 12, 13), new_tokens=12)
+    tiny = replace(tiny, settings=replace(tiny.settings, kv=kv), lengths=(10, 11, 12, 13), new_tokens=9)
     fake = fakes.FakeDevice()
     specs = [KVSpec(group, kv, 4) for group in tiny.source.shape.kv_groups]
     blocks = tuple(2 * spec.least_blocks(tiny.job.longest) for spec in specs)

@@ -21,7 +21,9 @@ FORBIDDEN = (
     "pickle.find_class",
 )
 LOAD = """
-import json, sys
+import gc, json, sys
+
+gc.disable()
 from pathlib import Path
 from support.hostile.load import load_weights
 from moedge.runtime.shape.checkpoint_shape import read_shape

@@ -19,7 +19,10 @@ def get_kernel(*args, **kwargs):
 """
 
 SCRIPT = """
+import gc
 import sys
+
+gc.disable()
 
 sockets = []
 sys.addaudithook(lambda event, args: sockets.append(event) if event.startswith("socket.") else None)

@@ -89,7 +89,7 @@ def run(engine: Engine, sequences: list[Sequence]) -> None:
 
 
 @given(st.lists(schemas, min_size=1, max_size=4), st.integers(0, 1000))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_noise_becomes_json_of_the_schema(
     grammars: Grammars, tokenizer: Tokenizer, asked: list[Any], seed: int
 ) -> None:
