@@ -45,15 +45,10 @@ def count(number: float) -> str:
     return f"{number:,.0f}"
 
 
-# The space at which no line is wrapped.
-TIE = "\N{NO-BREAK SPACE}"
-
-
 def fit(text: str, width: int | None) -> str:
     """`text` wrapped at spaces for a terminal of `width` columns; as it is for None, which is no terminal.
 
-    A longer word, such as a path, stays whole: a terminal wraps it so that it can still be copied. What TIE joins stays
-    on one line, and is printed as a space.
+    A longer word, such as a path, stays whole: a terminal wraps it so that it can still be copied.
     """
     lines = text.split("\n")
     if width is not None:
@@ -61,7 +56,7 @@ def fit(text: str, width: int | None) -> str:
             textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) if len(line) > width else line
             for line in lines
         ]
-    return "\n".join(lines).replace(TIE, " ")
+    return "\n".join(lines)
 
 
 def kernel_lines(lacks: Mapping[str, str], notes: Iterable[str]) -> Iterator[str]:

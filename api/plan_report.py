@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from .energy import energy_lines, energy_of
-from .formatting import TIE, count, duration, escape_controls, fit, formats_line, kernel_lines, speed
+from .formatting import count, duration, escape_controls, fit, formats_line, kernel_lines, speed
 from .offload.budget import gib
 from .runtime.jobs.job_plan import equal_rows, measured_job, plan_request, refuse_unknown_machine
 from .runtime.jobs.request import EQUAL_ROWS, budgets_of, input_format_of, row_defaults_of, settings_of
@@ -138,34 +137,28 @@ def _left_out(found: Preflight, size: JobSize) -> Iterator[str]:
         yield f"planned without {counted(size.too_long, 'row')} longer than the model's context"
 
 
-WIDTH = 30
-# Columns of a terminal that has all columns of the table of tiers, and of one that has all but the bars.
-_WIDE, _NARROW = 76, 48
-# Columns of a curve before its bar.
-_BEFORE_BAR = 25
-# The letter of a bar for each arena; the same in every tier.
-LETTERS = {
-    "process": "-",
-    "context and libraries": "-",
-    "small parameters": ":",
-    "scratch of products": ".",
-    "activations": "@",
-    "slack of allocators": "+",
-    "kept for the next pass": "*",
-    "buffers of fused layers": "%",
-    "loading": "!",
-    "tokenizing a prompt": "t",
-    "KV cache": "#",
-    "states of recurrent layers": "$",
-    "parked blocks": "^",
-    "weights held": "=",
-    "weights staged for the device": "=",
-    "rings of streamed weights": "~",
-    "store of weights": "=",
+# Columns of the longest bar, and of what is before a bar: a size and the name of an arena, or a point of a curve.
+WIDTH, _SHORTEST = 30, 10
+_BEFORE_PART, _BEFORE_BAR = 13, 25
+_KEPT, _FIXED = "cyan", "bright_black"
+# What an arena is for, in colours; what has none here is scratch.
+COLOURS = {
+    "weights held": "green",
+    "weights staged for the device": "green",
+    "rings of streamed weights": "green",
+    "store of weights": "green",
+    "KV cache": _KEPT,
+    "states of recurrent layers": _KEPT,
+    "parked blocks": _KEPT,
+    "process": _FIXED,
+    "context and libraries": _FIXED,
+    "small parameters": _FIXED,
 }
 # Arenas as --explain subtracts them, before what is left for weights that stay.
 _WEIGHTS = ("weights held", "weights staged for the device")
 _NAMES = {"host": "RAM", "device": "GPU memory", "disk": "disk"}
+# Columns where nobody says how wide the terminal is.
+_WIDE = 76
 _LEAST_SHOWN = 1 << 20
 
 
@@ -182,8 +175,10 @@ def _print(found: Mapping[str, Any], explain: bool, console: Console) -> None:
             say([f"nearest that fits: {'; or '.join(found['nearest'])}"])
         return
     say(_head(found))
-    console.print(_tiers(found["tiers"], width or _WIDE))
-    say((*_legend(found["tiers"]), *_speed(found), *_curves(found, width or _WIDE), *_suggestions(found)))
+    block = "#" if console.options.ascii_only else "█"
+    for line in _memory(found["tiers"], width or _WIDE, block):
+        console.print(line)
+    say((*_speed(found), *_curves(found, width or _WIDE, block), *_suggestions(found)))
     if explain:
         say(_explanation(found))
 
@@ -233,35 +228,25 @@ def _held(found: Mapping[str, Any]) -> str:
     return f"holds {sum(plan['placement']['held_experts']):,} of {experts:,} experts"
 
 
-def _tiers(tiers: list[Mapping[str, Any]], width: int) -> Table:
-    """A row per tier, without bars, and then without what is free, where `width` is too small for them."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    columns = ("", "budget", "used", "free", "")[: 5 if width >= _WIDE else 4 if width >= _NARROW else 3]
-    for name in columns:
-        table.add_column(name, no_wrap=True, justify="right" if name else "left")
+def _memory(tiers: list[Mapping[str, Any]], width: int, block: str) -> Iterator[Text]:
+    """What each tier holds, a line each with a bar where there is room; less than a MiB counts in the sums only."""
     for tier in tiers:
-        parts = {name: nbytes for name, nbytes in tier["parts"].items() if nbytes}
-        used, budget = sum(parts.values()), tier["budget"]
-        free = "-" if budget is None else gib(max(0, budget - used))
-        bar = Text(f"[{_bar(parts, budget)}]") if budget and parts else ""
-        cells = _NAMES[tier["tier"]], "-" if budget is None else gib(budget), gib(used), free, bar
-        table.add_row(*cells[: len(columns)])
-    return table
-
-
-def _bar(parts: Mapping[str, int], budget: int) -> str:
-    """Letters in proportion to the parts, at least one each; free memory is blank."""
-    letters = "".join(LETTERS[name] * max(1, round(WIDTH * nbytes / budget)) for name, nbytes in parts.items())
-    return letters[:WIDTH].ljust(WIDTH)
-
-
-def _legend(tiers: list[Mapping[str, Any]]) -> Iterator[str]:
-    """One line per tier; parts of less than a MiB count in the sums only."""
-    for tier in tiers:
-        shown = [(name, nbytes) for name, nbytes in tier["parts"].items() if nbytes >= _LEAST_SHOWN]
-        if shown:
-            parts = ", ".join(f"{LETTERS[name]}{TIE}{name} {gib(nbytes).replace(' ', TIE)}" for name, nbytes in shown)
-            yield f"{_NAMES[tier['tier']]}: {parts}"
+        parts, budget = {name: nbytes for name, nbytes in tier["parts"].items() if nbytes}, tier["budget"]
+        if budget is None and not parts:
+            continue
+        used = sum(parts.values())
+        of_budget = f"{gib(used)} used" if budget is None else f"{gib(budget)}, {gib(max(0, budget - used))} free"
+        yield Text(f"{_NAMES[tier['tier']]} {of_budget}", style="bold")
+        shown = {name: nbytes for name, nbytes in parts.items() if nbytes >= _LEAST_SHOWN}
+        columns = max(map(len, shown), default=0)
+        longest = min(WIDTH, width - _BEFORE_PART - columns)
+        longest = longest if longest >= _SHORTEST else 0
+        for name, nbytes in shown.items():
+            line = Text(f"{gib(nbytes):>10} {name}")
+            if longest and budget:
+                line.append(" " * (columns - len(name) + 2))
+                line.append(block * max(1, round(longest * nbytes / budget)), COLOURS.get(name, "yellow"))
+            yield line
 
 
 def _speed(found: Mapping[str, Any]) -> Iterator[str]:
@@ -300,7 +285,7 @@ def _busy(predicted: Mapping[str, Any]) -> str:
     return f"{name} ({'; '.join([most, *others])})"
 
 
-def _curves(found: Mapping[str, Any], width: int) -> Iterator[str]:
+def _curves(found: Mapping[str, Any], width: int, block: str) -> Iterator[str]:
     """Rates of each variation's own plan; the weight format is said where it is another than the plan's."""
     points, quant = found["points"], found["plan"]["quant"]
     longest = min(WIDTH, width - _BEFORE_BAR - max((len(point["quant"] or "") for point in points), default=0) - 2)
@@ -316,7 +301,7 @@ def _curves(found: Mapping[str, Any], width: int) -> Iterator[str]:
             if rate is None:
                 yield f"{value:>12}  does not fit"
                 continue
-            bar = "#" * max(1, round(longest * rate / best))
+            bar = block * max(1, round(longest * rate / best))
             other = f"  {point['quant']}" if point["quant"] != quant else ""
             more = "  (no gain from more)" if point is shown[-1] and len(shown) < len(points_of_curve) else ""
             if len(bar + other + more) > width - _BEFORE_BAR:

@@ -14,7 +14,7 @@ import pytest
 
 from moedge.offload.machine.hardware import GpuInfo, Hardware
 from moedge.offload.machine.profile import Disk, DiskRead, Link, Machine, save_machine
-from moedge.plan_report import LETTERS
+from moedge.plan_report import COLOURS
 from moedge.runtime.jobs import job_plan
 from moedge.runtime.plan import memory_ledger
 from moedge.runtime.plan.plan_file import last_runs
@@ -293,8 +293,8 @@ def test_memory_that_changes_nothing_is_told_in_one_line(
     assert cli("plan", checkpoint("qwen3_moe"), "--ram", "8GiB", "--rows", "64") == 0
     sequences, memory = capsys.readouterr().out.split("tok/s by ")[1:]
     assert memory.count("no gain from more") == 1
-    assert len([line for line in memory.splitlines() if "#" in line]) == 1
-    assert len([line for line in sequences.splitlines() if "#" in line]) > 2
+    assert len([line for line in memory.splitlines() if "█" in line]) == 1
+    assert len([line for line in sequences.splitlines() if "█" in line]) > 2
 
 
 def test_rows_longer_than_the_context_are_said_before_anything_else(
@@ -315,7 +315,7 @@ def test_rows_longer_than_the_context_are_said_before_anything_else(
     ids=["processor", "6 GiB", "GPU"],
 )
 @pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Qwen3-Next-80B-A3B", "gpt-oss-20b"])
-def test_every_arena_of_a_plan_has_a_letter(
+def test_every_arena_of_a_plan_is_named(
     name: str,
     options: list[str],
     tmp_path: Path,
@@ -330,7 +330,7 @@ def test_every_arena_of_a_plan_has_a_letter(
     assert "estimate" in capsys.readouterr().out
 
 
-def test_letters_are_known_for_all_arenas() -> None:
-    constants = {each for name, each in vars(memory_ledger).items() if name.isupper() and isinstance(each, str)}
-    assert memory_ledger.FUSED in constants
-    assert constants <= LETTERS.keys()
+def test_colours_are_of_arenas_that_there_are() -> None:
+    """A renamed arena would lose its colour, and nobody would see why."""
+    sources = "".join(path.read_text() for path in Path(memory_ledger.__file__).parent.glob("*.py"))
+    assert [name for name in COLOURS if f'"{name}"' not in sources] == []
