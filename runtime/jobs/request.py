@@ -9,7 +9,7 @@ store are not part of a job's identity: they change speed. Torch-free.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from importlib.metadata import version
@@ -174,12 +174,17 @@ class Identity:
         accepted that no job records.
         """
         recorded = state.opened["identity"]
-        if unknown := sorted({*accepted} - {*recorded, KEY_OFFSETS}):
-            raise BadArgument(
-                f"--accept-drift {unknown[0]}: the job records no such setting; its settings are {', '.join(recorded)}"
-            )
+        self.refuse_unknown(accepted, recorded)
         if changed := _changed({**self.facts, **_requested(settings, recorded)}, recorded, accepted):
             raise JobMismatch(_mismatch(state, changed, paths, self.model, to_do))
+
+    def refuse_unknown(self, accepted: Collection[str], recorded: Iterable[str] = ()) -> None:
+        """Raises BadArgument for accepted settings that a job does not record: this one, or the one of `recorded`."""
+        names = list(recorded or {**self.facts, **dict.fromkeys(RESOLVED)})
+        if unknown := sorted({*accepted} - {*names, KEY_OFFSETS}):
+            raise BadArgument(
+                f"--accept-drift {unknown[0]}: the job records no such setting; its settings are {', '.join(names)}"
+            )
 
     def refuse_resolved(
         self, state: JobState, found: Mapping[str, Any], accepted: Collection[str], paths: OutputPaths

@@ -232,7 +232,9 @@ class JobClaim:
         self.model_name = public_name(request.model)
         self._retry: list[int] = []
         self.earlier = EarlierRuns()
-        if self._journal is not None:
+        if self._journal is None:
+            identity.refuse_unknown(request.resume.drift)
+        else:
             try:
                 self._check_resumable(self._journal.state)
             except BaseException:

@@ -1,8 +1,12 @@
 """Finds the files of a model: in a folder, or in the local cache of the hub. Torch-free."""
 
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from ...offload.checkpoint.gguf_file import is_gguf, split_files
 from ...offload.errors import BadCheckpoint
@@ -28,11 +32,12 @@ def find_model(name: str) -> Path:
     repository, revision, files = _in_repository(name)
     from huggingface_hub import hf_hub_download, snapshot_download
 
+    asked: dict[str, Any] = {"revision": revision, "local_files_only": not is_reachable()}
     try:
         if files:
-            first, *_ = [Path(hf_hub_download(repository, file, revision=revision)) for file in files]
+            first, *_ = [Path(hf_hub_download(repository, file, **asked)) for file in files]
             return first
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
+        return Path(snapshot_download(repository, allow_patterns=_WANTED, ignore_patterns=_UNWANTED, **asked))
     # The library lets through the errors of its HTTP client, another one in every major version, and, where a proxy
     # answers something else than the hub would, whatever its own code trips over.
     except Exception as error:
@@ -103,6 +108,23 @@ def _in_repository(name: str) -> tuple[str, str | None, list[str]]:
     folder, _, last = file.rpartition("/")
     files = [f"{folder}/{part}" if folder else part for part in split_files(last)]
     return *repository_of(f"{owner}/{repository}"), files
+
+
+def is_reachable() -> bool:
+    """Whether the hub takes a connection: its library tries for half a minute. Proxies are not tried."""
+    from huggingface_hub import constants
+
+    hub = urlsplit(constants.ENDPOINT)
+    if constants.HF_HUB_OFFLINE:
+        return False
+    if getproxies().keys() & {hub.scheme, "all"}:
+        return True
+    try:
+        port = hub.port or (443 if hub.scheme == "https" else 80)
+        socket.create_connection((hub.hostname or "", port), timeout=constants.HF_HUB_ETAG_TIMEOUT).close()
+    except OSError:
+        return False
+    return True
 
 
 def hub_reason(error: Exception) -> str:

@@ -46,7 +46,7 @@ from ..shape.formula import is_worked_out, shape_of_config
 from ..shape.model_shape import ModelShape, shape_from_json
 from ..shape.read import model_shape
 from ..shape.shards import all_formats, checkpoint_nbytes, weights_nbytes
-from .hub import download_space, find_model, hub_reason, local_folder, repository_of
+from .hub import download_space, find_model, hub_reason, is_reachable, local_folder, repository_of
 
 if TYPE_CHECKING:
     from ...offload.store.store import Store
@@ -294,8 +294,11 @@ def _of_config(folder: Path) -> ModelShape:
 def _on_hub(name: str) -> ModelShape:
     repository, revision = repository_of(name)
     from huggingface_hub import get_safetensors_metadata, hf_hub_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
+        if not is_reachable():
+            raise LocalEntryNotFoundError(name)
         config = hf_hub_download(repository, CONFIG, revision=revision)
         metadata = get_safetensors_metadata(repository, revision=revision)
     # As in hub.py: whatever its HTTP client or its parser raises.

@@ -144,6 +144,7 @@ def find(hub: Hub, cache: Path, name: str = "some/model", **environment: str) ->
     command = [sys.executable, "-c", FIND, name]
     run = subprocess.run(command, env={**kept, **settings}, capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == 0, run.stderr
+    assert "Retrying" not in run.stderr, "the library tries for half a minute where nothing listens"
     return run.stdout.strip()
 
 

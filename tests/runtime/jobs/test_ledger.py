@@ -120,6 +120,10 @@ def test_a_setting_that_no_job_records_cannot_be_accepted(begun: JobFolder, job:
     with pytest.raises(BadArgument, match=r"--accept-drift bogus: .* temperature"):
         job(resume=ResumeOptions(drift=("seed", "bogus")))
     assert begun.journal.read_bytes() == before
+    new = begun.path.parent / "new.jsonl"
+    with pytest.raises(BadArgument, match=r"--accept-drift bogus: .* temperature"):
+        job(output=new, resume=ResumeOptions(drift=("bogus",)))
+    job(output=new, resume=ResumeOptions(drift=("kv", "versions")))
 
 
 @pytest.mark.parametrize(
