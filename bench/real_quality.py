@@ -8,6 +8,8 @@
                                                          format's definition in float32, and by how much
     python -m bench.real_quality products                each product of a loaded model with what reaches it, beside
                                                          float64 of the format's definition
+    python -m bench.real_quality definitions             transformers' answers with formats' weights, made here, beside
+                                                         those that were recorded on another processor
     python -m bench.real_quality llama --llama-bin DIR   llama.cpp's Q8_0, Q4_K_M and Q4_0 of the same weights; DIR has
                                                          llama-quantize and llama-perplexity
 
@@ -40,7 +42,7 @@ from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan
 from moedge.runtime.settings.settings import MemoryBudget, Settings
 from moedge.runtime.source.model_source import open_source
-from support.real import cases, records, rotation, smollm2, tables
+from support.real import cases, recorded, records, rotation, smollm2, tables
 from support.real.cases import Case
 from support.real.definition import Stock, round_activations
 from support.real.measure import Found, ask, measure, perplexity
@@ -160,6 +162,19 @@ def print_executors(model: Path, options: argparse.Namespace) -> None:
         line(case.quant, case.compute, *same, *means, *less, *(f"{each.perplexity:.4f}" for each in (wanted, *found)))
 
 
+def print_definitions(model: Path, options: argparse.Namespace) -> None:
+    """How far a definition says the same on any processor: by how much others may differ from it."""
+    stock = Stock(model)
+    before = recorded.recorded(next(name for name, (_, path) in MODELS.items() if path() == model))
+    head("weights", "compute", "in", "answers that begin as recorded", "log-probabilities, mean distance")
+    for case in cases.weights_and_compute():
+        for dtype in ("fp32", "bf16"):
+            key = (case.quant, case.compute, "bf16", dtype)
+            found = stock.define(*key).ask(recorded.num_windows(key), FEW)
+            apart = f"{mean(distance(found, before[key])):.4f}" if found.logprobs else ""
+            line(case.quant, case.compute, dtype, f"{same_answers(found.answers, before[key].answers)}/{FEW}", apart)
+
+
 @torch.inference_mode()
 def print_products(model: Path, options: argparse.Namespace) -> None:
     """Answers amplify any rounding; a product shows alone whether it means what its format and compute say."""
@@ -267,7 +282,7 @@ def searched(pattern: re.Pattern[str], text: str) -> str:
 
 TABLES = {
     "weights": print_weights, "kv": print_kv, "json": print_json, "executors": print_executors,
-    "products": print_products, "llama": print_llama,
+    "products": print_products, "definitions": print_definitions, "llama": print_llama,
 }  # fmt: skip
 
 
