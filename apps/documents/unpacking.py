@@ -21,6 +21,8 @@ MAX_DEPTH, MAX_MEMBERS, MAX_NBYTES = 3, 10_000, 1 << 30
 # A subject of a mail, which names it, may have any number of characters.
 _LONGEST_NAME = 200
 _PIECE_NBYTES = 1 << 20
+# Stands for the attachments of a mail that could not be opened.
+_UNKNOWN = "attachments"
 
 
 def is_container(path: str) -> bool:
@@ -59,17 +61,18 @@ class Unpacked:
 
     def members(self, path: str) -> tuple[Member, ...]:
         """The documents in a container of the folder, in its order, itself among them where it is one, or where not
-        all that lies in it could be unpacked: reading it says why. Raises OSError where the disk is full."""
+        all that lies in it could be unpacked: reading it says why. A mail that can be read a moment later has a member
+        that cannot: what else lies in it is not known. Raises OSError where the disk is full."""
         self._members = self._nbytes = 0
         try:
             file = opened(self._folder / path)
-        except (ReadFailure, OSError):
-            return (Member(path, 0),)
+        except (ReadFailure, OSError) as error:
+            return _unopened(path, error)
         with file:
             try:
                 digest, nbytes = file_digest(file, self._options.limits.file_nbytes)
-            except (ReadFailure, OSError):
-                return (Member(path, os.fstat(file.fileno()).st_size),)
+            except (ReadFailure, OSError) as error:
+                return _unopened(path, error, os.fstat(file.fileno()).st_size)
             index = _place(self._spool, path).with_suffix(".json")
             found = self._known(path, index, digest)
             if found is None:
@@ -116,6 +119,11 @@ class Unpacked:
                     yield from self._unpack(each, inner, file_digest(inner, each.nbytes)[0], depth + 1)
             else:
                 yield each
+
+
+def _unopened(path: str, error: Exception, nbytes: int = 0) -> tuple[Member, ...]:
+    unknown = isinstance(error, OSError) and is_document(path)
+    return (Member(path, nbytes), *((Member(f"{path}/{_UNKNOWN}", 0),) if unknown else ()))
 
 
 def shown(path: str) -> str:

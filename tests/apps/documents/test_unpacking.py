@@ -123,6 +123,25 @@ def test_a_full_disk_is_no_fault_of_the_file(folder: Path, unpacked: Unpacked, m
     assert paths(unpacked, "a.zip") == ["a.zip/x.txt"]
 
 
+def test_attachments_of_a_mail_that_could_not_be_opened_are_an_error(
+    folder: Path, unpacked: Unpacked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mail itself may be read a moment later, and nobody would know what is missing."""
+    (folder / "a.eml").write_bytes(b"Subject: a\n\ntext")
+    (folder / "a.zip").write_bytes(zipped({"x.txt": "x"}))
+
+    def fails(path: Path) -> BinaryIO:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(unpacking, "opened", fails)
+        assert paths(unpacked, "a.eml") == ["a.eml", "a.eml/attachments"]
+        assert paths(unpacked, "a.zip") == ["a.zip"], "an archive says so itself"
+    with pytest.raises(FileNotFoundError):
+        unpacking.opened_document(folder, "a.eml/attachments", folder.parent / "spool")
+    assert paths(unpacked, "a.eml") == ["a.eml"]
+
+
 def test_a_member_that_is_gone_is_an_error_of_it_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "a.zip").write_bytes(zipped({"x.txt": "x", "y.txt": "y"}))
     stock = unpacking.opened
