@@ -129,6 +129,8 @@ _OUT_OF_MEMORY = re.compile(
     r"|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation"
     r"|cudaHostAlloc\b.*(failed|out of memory)"
     r"|Cannot allocate memory|std::bad_alloc"
+    # oneDNN, for the code that it generates; what it cannot do is said of a "primitive descriptor".
+    r"|^could not create a primitive$"
 )
 
 

@@ -30,6 +30,7 @@ MEMORY = [
     RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
     RuntimeError("Triton Error [CUDA]: out of memory"),
     RuntimeError("cudaHostAlloc failed: out of memory"),
+    RuntimeError("could not create a primitive"),
 ]
 OTHER = [
     torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
@@ -38,6 +39,7 @@ OTHER = [
     RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
     RuntimeError("out of resource: shared memory, Required: 147456, Hardware limit: 101376"),
     RuntimeError("4,096 bytes to be page-locked are registered with CUDA already"),
+    RuntimeError("could not create a primitive descriptor for a matmul primitive"),
     ValueError("a row asks: why does CUDA error: out of memory come?"),
     OSError(errno.ENOSPC, "No space left on device"),
 ]
