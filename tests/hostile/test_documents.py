@@ -228,7 +228,10 @@ def test_300_hostile_documents_are_each_read_or_refused(tmp_path: Path) -> None:
     assert "Traceback" not in printed
     assert "\x1b[31m" not in printed
     rows = [json.loads(line) for path in (out, tmp_path / "out.errors.jsonl") for line in path.read_text().splitlines()]
-    assert Counter(row["source"] for row in rows) == dict.fromkeys(names, 1)
+    sources = Counter(row["source"] for row in rows)
+    assert set(sources.values()) == {1}
+    # What lies in an archive or a mail is named below it.
+    assert {each.split("/")[0] for each in sources} == set(names)
     refused = Counter(row["error"]["code"] for row in rows if row.get("error"))
     print(f"{len(rows)} rows in {time.monotonic() - begun:.0f} s, {most >> 20} MiB; refused {dict(refused)}")
     for row in rows:
