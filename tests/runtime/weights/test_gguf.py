@@ -18,6 +18,7 @@ from moedge.runtime.settings.errors import ModelNotFound, OldTransformers, Unsup
 from moedge.runtime.settings.settings import MemoryBudget
 from moedge.runtime.shape.checkpoint_shape import read_config, read_shape, read_tensors
 from moedge.runtime.shape.gguf import ARCHITECTURES, gguf_config
+from moedge.runtime.source import hub
 from moedge.runtime.source.hub import find_model
 from moedge.runtime.source.model_source import describe, model_fingerprint, open_source, read_headers
 from moedge.runtime.text import gguf_tokenizer
@@ -198,11 +199,13 @@ def test_an_expert_is_read_without_its_neighbours(tmp_path: Path, monkeypatch: p
 def test_all_parts_are_fetched_from_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def fetch(repository: str, file: str, revision: str | None) -> str:
+    def fetch(repository: str, file: str, revision: str | None, local_files_only: bool) -> str:
+        assert not local_files_only
         asked.append((repository, file, revision))
         return str(tmp_path / file)
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
+    monkeypatch.setattr(hub, "is_reachable", lambda: True)
     name = "someone/model-GGUF@main/Q4_K_M/model-00002-of-00002.gguf"
     assert find_model(name) == tmp_path / "Q4_K_M/model-00001-of-00002.gguf"
     parts = [f"Q4_K_M/model-0000{part}-of-00002.gguf" for part in (1, 2)]
