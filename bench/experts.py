@@ -228,7 +228,7 @@ def main() -> None:
     with open_source(options.model) as source:
         dtype = source.shape.dtype
         store = store_path(source, options.quant, dtype, options.stores)
-        prepare(source, store, options.quant, dtype, Budgets())
+        prepare(source, store, options.quant, dtype, Budgets().on_cpu())
         if options.table == "speed":
             speed_table(options, store)
             return

@@ -111,8 +111,8 @@ def main() -> None:
         dtype = source.shape.dtype
         named = store_path(source, "none", dtype, options.stores, linked=True)
         copy = store_path(source, "none", dtype, options.stores)
-        assert prepare_linked(source, named, "none", dtype, Budgets()) is not None
-        prepare(source, copy, "none", dtype, Budgets())
+        assert prepare_linked(source, named, "none", dtype, Budgets().on_cpu()) is not None
+        prepare(source, copy, "none", dtype, Budgets().on_cpu())
         plan = make_plan(source.shape, settings, MemoryBudget(parse_size(options.ram, 0, 0)), workload)
         engines = {
             name: opened.enter_context(closing(load_engine(source, plan, store, stream=options.stream)))

@@ -339,7 +339,7 @@ def main() -> None:
     return_memory()
     with open_source(options.model) as source:
         store = store_path(source, options.quant, source.shape.dtype, options.stores)
-        prepare(source, store, options.quant, source.shape.dtype, Budgets())
+        prepare(source, store, options.quant, source.shape.dtype, Budgets().on_cpu())
         files = sorted(store.glob("layer-*.safetensors"))
         print("| memory | sequences | pass s | disk roof s | compute roof s | pass/roof | tok/s | read/plan |")
         print("|---|---|---|---|---|---|---|---|")

@@ -21,7 +21,7 @@ from .options import options
 from .options.options import ViewOptions
 
 if TYPE_CHECKING:
-    from ..runtime.jobs.answer_stream import AnswerStream
+    from ..runtime.jobs.outputs import AnswerStream
     from ..runtime.jobs.request import BatchRequest
     from .views.job_view import JobView
 
@@ -90,7 +90,7 @@ def job_view(given: ViewOptions, answers: AnswerStream | None = None) -> JobView
 
 
 def _to_stdout(request: BatchRequest, given: BatchCommand) -> ExitCode:
-    from ..runtime.jobs.answer_stream import AnswerStream
+    from ..runtime.jobs.outputs import AnswerStream
     from .options.stdout import into_folder, remove_finished
 
     folder = given["job_dir"]

@@ -80,11 +80,12 @@ def _prepare(model: str, given: PrepareCommand, budgets: Budgets, say: Callable[
         formats = precision(source, given["quant"] or default_format(source.shape), given["dtype"])
         target = given["output"] or store_path(source, *formats, budgets.disk_dir)
         say(f"{model} in {formats[0]}, dtype {formats[1]}: {gib(weights_nbytes(source.shape, *formats))} in {target}")
-        written = write_store(source, target, *formats, budgets, repair=True)
+        budget = budgets.on_cpu()
+        written = write_store(source, target, *formats, budget, repair=True)
     if line := loss_line(written.loss, bits_lost(source.shape, formats[0])):
         say(line)
-    peak, budget = host_peak(), budgets.host_nbytes()
+    peak = host_peak()
     say(f"done in {duration(time.perf_counter() - begun)}; peak {gib(peak)} of RAM; run: moedge batch {target} ...")
-    if budgets.ram != "auto" and peak > budget:
-        say(f"over budget: {gib(peak)} of RAM used, the budget is {gib(budget)}")
+    if budgets.ram != "auto" and peak > budget.host_nbytes:
+        say(f"over budget: {gib(peak)} of RAM used, the budget is {gib(budget.host_nbytes)}")
         raise typer.Exit(ExitCode.GAVE_OUT)

@@ -87,7 +87,7 @@ def tiny_case(family: str, quant: str) -> Iterator[tuple[Any, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         stock = save_tiny(family, Path(folder, "model"))
         with open_source(f"{folder}/model") as source:
-            prepare(source, Path(folder, "store"), quant, "fp32", Budgets())
+            prepare(source, Path(folder, "store"), quant, "fp32", Budgets().on_cpu())
             case = tiny_engine.Case(source, Path(folder, "store"), tiny_engine.exact(quant))
             yield case, stock
 

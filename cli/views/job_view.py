@@ -17,7 +17,7 @@ from ...energy import EnergyPrice, energy_lines
 from ...formatting import duration, kernel_lines, loss_line, speed
 from ...offload.budget import gib
 from ...offload.errors import ExitCode
-from ...runtime.jobs.answer_stream import AnswerStream
+from ...runtime.jobs.outputs import AnswerStream
 from ...runtime.jobs.request import BatchRequest
 from ...runtime.jobs.session import CANCELLED, Checked, Ended
 from ...runtime.rows.row import ErrorCode

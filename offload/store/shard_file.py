@@ -1,4 +1,4 @@
-"""Reads and writes one file of a store, whose tensors are cut into equal shards, each with a CRC32.
+"""Reads one file of a store, whose tensors are cut into equal shards, each with a CRC32.
 
 A file is checked against its record when it is opened, a shard when it is read. Knows bytes, not what they are for.
 """
@@ -6,18 +6,14 @@ A file is checked against its record when it is opened, a shard when it is read.
 from __future__ import annotations
 
 import errno
-import json
-import math
 import os
-import struct
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ..atomic_file import AtomicFile
-from ..checkpoint.header import ITEM_BITS, TensorEntry, header_nbytes, parse_header
+from ..checkpoint.header import TensorEntry, header_nbytes, parse_header
 from ..errors import BadCheckpoint, BadStore
 from .manifest import FileRecord, LinkedTensor, OpenSource, SourceFile, close_sources, open_sources, open_trusted
 
@@ -189,76 +185,3 @@ def is_intact(folder: Path, record: FileRecord, sources: Sequence[SourceFile] = 
     finally:
         os.close(file.descriptor)
         close_sources(opened)
-
-
-ALIGNMENT = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """A tensor to be written; `dtype` is its safetensors name. Its first dimension is cut into `num_shards`."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    num_shards: int = 1
-
-    @property
-    def item_bits(self) -> int:
-        return ITEM_BITS[self.dtype]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.item_bits // 8
-
-
-class NewShardFile:
-    """A file that is being written: shards in any order, each whole or in consecutive pieces; the header comes last."""
-
-    def __init__(self, path: Path, specs: Sequence[TensorSpec]) -> None:
-        self._header = build_header(specs)
-        self._name = path.name
-        self._nbytes = len(self._header) + sum(spec.nbytes for spec in specs)
-        self._entries = parse_header(self._header[8:], self._nbytes, path.name)
-        self._written = {spec.name: [0] * spec.num_shards for spec in specs}
-        self._crc32 = {spec.name: [0] * spec.num_shards for spec in specs}
-        self._file = AtomicFile(path)
-        # Tensors that belong to this file and lie in the checkpoint's files.
-        self.linked: dict[str, LinkedTensor] = {}
-
-    def write(self, tensor: str, index: int, data: memoryview) -> None:
-        """Writes the next bytes of a shard. Raises ValueError if they are more than the shard has."""
-        view = data.cast("B")
-        entry, written = self._entries[tensor], self._written[tensor]
-        shard_nbytes = entry.nbytes // len(written)
-        if written[index] + view.nbytes > shard_nbytes:
-            raise ValueError(f"{self._name}: {tensor} {index} has {shard_nbytes} bytes, {view.nbytes} more were given")
-        self._file.write_at(entry.begin + index * shard_nbytes + written[index], view)
-        self._crc32[tensor][index] = zlib.crc32(view, self._crc32[tensor][index])
-        written[index] += view.nbytes
-
-    def publish(self) -> FileRecord:
-        """Writes the header and publishes the file. Raises ValueError if a shard is incomplete."""
-        for tensor, written in self._written.items():
-            if sum(written) != self._entries[tensor].nbytes:
-                raise ValueError(
-                    f"{self._name}: {tensor} has {self._entries[tensor].nbytes} bytes, {sum(written)} were written"
-                )
-        self._file.write_at(0, memoryview(self._header))
-        self._file.publish()
-        crcs = {tensor: tuple(values) for tensor, values in self._crc32.items()}
-        return FileRecord(self._name, self._nbytes, zlib.crc32(self._header), crcs, self.linked)
-
-    def discard(self) -> None:
-        self._file.discard()
-
-
-def build_header(specs: Sequence[TensorSpec]) -> bytes:
-    """All bytes before the data: length, JSON in the order of the data, spaces up to a multiple of 4096."""
-    fields, begin = {}, 0
-    for spec in specs:
-        fields[spec.name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": (begin, begin + spec.nbytes)}
-        begin += spec.nbytes
-    text = json.dumps(fields, separators=(",", ":")).encode("ascii")
-    padded = text.ljust(-(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT - 8)
-    return struct.pack("<Q", len(padded)) + padded

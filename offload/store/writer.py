@@ -6,15 +6,20 @@ Knows how layers, the head and resident tensors are laid out in files; receives 
 from __future__ import annotations
 
 import errno
+import json
+import math
 import os
 import shutil
+import struct
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..atomic_file import rename, write_atomically
+from ..atomic_file import AtomicFile, rename, write_atomically
+from ..checkpoint.header import ITEM_BITS, parse_header
 from ..closing import Closing
 from ..errors import DiskFull
 from .manifest import (
@@ -32,7 +37,27 @@ from .manifest import (
     make_folder,
     remove_files_except,
 )
-from .shard_file import ALIGNMENT, NewShardFile, TensorSpec, is_intact
+from .shard_file import is_intact
+
+ALIGNMENT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor to be written; `dtype` is its safetensors name. Its first dimension is cut into `num_shards`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    num_shards: int = 1
+
+    @property
+    def item_bits(self) -> int:
+        return ITEM_BITS[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.item_bits // 8
 
 
 class StoreWriter(Closing):
@@ -157,6 +182,58 @@ class StoreWriter(Closing):
                 f"{self.folder / name} needs {nbytes} bytes and {shutil.disk_usage(self.folder).free} are free "
                 f"({error.strerror}); free some disk space and run this again; it resumes from here"
             ) from error
+
+
+class NewShardFile:
+    """A file that is being written: shards in any order, each whole or in consecutive pieces; the header comes last."""
+
+    def __init__(self, path: Path, specs: Sequence[TensorSpec]) -> None:
+        self._header = build_header(specs)
+        self._name = path.name
+        self._nbytes = len(self._header) + sum(spec.nbytes for spec in specs)
+        self._entries = parse_header(self._header[8:], self._nbytes, path.name)
+        self._written = {spec.name: [0] * spec.num_shards for spec in specs}
+        self._crc32 = {spec.name: [0] * spec.num_shards for spec in specs}
+        self._file = AtomicFile(path)
+        # Tensors that belong to this file and lie in the checkpoint's files.
+        self.linked: dict[str, LinkedTensor] = {}
+
+    def write(self, tensor: str, index: int, data: memoryview) -> None:
+        """Writes the next bytes of a shard. Raises ValueError if they are more than the shard has."""
+        view = data.cast("B")
+        entry, written = self._entries[tensor], self._written[tensor]
+        shard_nbytes = entry.nbytes // len(written)
+        if written[index] + view.nbytes > shard_nbytes:
+            raise ValueError(f"{self._name}: {tensor} {index} has {shard_nbytes} bytes, {view.nbytes} more were given")
+        self._file.write_at(entry.begin + index * shard_nbytes + written[index], view)
+        self._crc32[tensor][index] = zlib.crc32(view, self._crc32[tensor][index])
+        written[index] += view.nbytes
+
+    def publish(self) -> FileRecord:
+        """Writes the header and publishes the file. Raises ValueError if a shard is incomplete."""
+        for tensor, written in self._written.items():
+            if sum(written) != self._entries[tensor].nbytes:
+                raise ValueError(
+                    f"{self._name}: {tensor} has {self._entries[tensor].nbytes} bytes, {sum(written)} were written"
+                )
+        self._file.write_at(0, memoryview(self._header))
+        self._file.publish()
+        crcs = {tensor: tuple(values) for tensor, values in self._crc32.items()}
+        return FileRecord(self._name, self._nbytes, zlib.crc32(self._header), crcs, self.linked)
+
+    def discard(self) -> None:
+        self._file.discard()
+
+
+def build_header(specs: Sequence[TensorSpec]) -> bytes:
+    """All bytes before the data: length, JSON in the order of the data, spaces up to a multiple of 4096."""
+    fields, begin = {}, 0
+    for spec in specs:
+        fields[spec.name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": (begin, begin + spec.nbytes)}
+        begin += spec.nbytes
+    text = json.dumps(fields, separators=(",", ":")).encode("ascii")
+    padded = text.ljust(-(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT - 8)
+    return struct.pack("<Q", len(padded)) + padded
 
 
 def _opaque(name: str, shape: tuple[int, ...], num_shards: int = 1) -> TensorSpec:

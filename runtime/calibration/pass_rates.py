@@ -288,7 +288,7 @@ def measure_overheads() -> Overheads:
         timed = list(timed_passes(source, plan, None))
         with TemporaryDirectory(prefix="moedge-overheads-") as folder:
             store = Path(folder, "store")
-            prepare(source, store, plan.quant, plan.dtype, Budgets(disk=_STORE_LIMIT))
+            prepare(source, store, plan.quant, plan.dtype, Budgets(disk=_STORE_LIMIT).on_cpu())
             timed += timed_passes(source, streaming(source.shape, plan), store)
     return solve_overheads(source.shape, timed)
 

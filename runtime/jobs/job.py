@@ -32,13 +32,13 @@ from ..rows.reader import RowFile, open_regular, plain, read_rows
 from ..rows.row import RowFailure
 from ..text.tokenizer import Tokenizer
 from ..weights.key_offsets import KeyOffsets
-from .answer_stream import AnswerStream, partial_file
 from .encode import JobSize, RowEncoder, TokenSpool, measure
 from .folder import now_text
 from .job_plan import remember, with_workload
 from .journal.run_log import RunLog
 from .journal.state import Counts
 from .lifecycle import load_model, plan_model, profile_model
+from .outputs import AnswerStream, partial_file
 from .report import expert_use, summarise
 from .run import FileRows, RowRunner, RowSource, failed_row
 from .session import Checked, Ended, JobClaim, JobSession, disk_errors

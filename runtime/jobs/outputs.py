@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from hashlib import file_digest, sha256
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ...offload.atomic_file import AtomicFile, own_name
 from ..rows.answer_formats import ANSWER_KEYS
@@ -26,7 +26,7 @@ from ..rows.workbook import MOST_INTEGER, import_writer, write_sheets
 from ..settings.errors import OutputExists, OutputRefused
 from .folder import JobFolder, now_text
 from .journal.journal import Journal, read_answers
-from .journal.state import JobState
+from .journal.state import HEAD_NBYTES, JobState, decode_done
 
 TABLES = (".csv", ".parquet", ".xlsx")
 _OTHERS = (".json", ".tsv", ".xls", ".feather", ".arrow", ".txt.gz", ".zst")
@@ -411,6 +411,45 @@ def export_partial(journal: Path, state: JobState, target: Path) -> None:
             for done in read_answers(journal, state):
                 file.write(done.line.encode("ascii") + b"\n")
         file.publish()
+
+
+class AnswerStream:
+    """Copies answers from a journal to `out`, from byte `begin` on."""
+
+    def __init__(self, out: BinaryIO, begin: int = 0) -> None:
+        self._out = out
+        self._end = begin
+        self.closed = False
+
+    def upto(self, journal: Path, end: int | None = None) -> None:
+        """Writes what was answered up to byte `end`, or all; `closed` says whether nobody reads any more."""
+        if self.closed or (end is not None and end <= self._end):
+            return
+        with journal.open("rb") as file:
+            file.seek(self._end)
+            try:
+                while (end is None or self._end < end) and (line := file.readline()).endswith(b"\n"):
+                    self._end += len(line)
+                    if (done := decode_done(line[HEAD_NBYTES:-1])) is not None:
+                        self._out.write(done.line.encode("ascii") + b"\n")
+                self._out.flush()
+            except BrokenPipeError:
+                self.closed = True
+                # Or the interpreter would fail at its end, when it flushes.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._out.fileno())
+
+    def close(self) -> None:
+        self._out.close()
+
+
+def partial_file(journal: Journal, folder: JobFolder, paths: OutputPaths) -> AnswerStream:
+    """The partial file of a running job, for answers as soon as they are on disk.
+
+    It begins with every answer so far, in input order. A row that is continued has a second line, which counts.
+    """
+    journal.sync()
+    export_partial(folder.journal, journal.state, paths.partial)
+    return AnswerStream(paths.partial.open("ab"), journal.committed.end)
 
 
 def is_exported(state: JobState, paths: OutputPaths) -> bool:

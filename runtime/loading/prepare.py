@@ -6,7 +6,7 @@ import gc
 import shutil
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, closing, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -85,26 +85,26 @@ def prepare(
     target: Path,
     quant: str,
     dtype: str,
-    budgets: Budgets,
+    budget: MemoryBudget,
     *,
     repair: bool = False,
     device_type: str | None = None,
 ) -> Written:
-    """Writes the store at `target`, or completes one that was begun, within the host memory and the disk of `budgets`.
+    """Writes the store at `target`, or completes one that was begun, within the host memory and the disk of `budget`.
 
     Codes lie as kernels of `device_type` read them; None: of what this machine has. `repair` also reads finished stores
     and writes damaged files again. Raises DoesNotFit if the memory is too little for the largest part that is
     converted whole, OutOfBudget if the store does not fit on the disk.
     """
-    disk_budget(target, weights_nbytes(source.shape, quant, dtype), budgets.disk_nbytes())
-    written = _copy(target, source, _recipe(quant, dtype, device_type), budgets, repair)
+    disk_budget(target, weights_nbytes(source.shape, quant, dtype), budget.disk_nbytes)
+    written = _copy(target, source, _recipe(quant, dtype, device_type), budget, repair)
     release_memory()
-    _keep_key_offsets(source, target, quant, dtype, budgets)
+    _keep_key_offsets(source, target, quant, dtype, budget.host_nbytes)
     return written
 
 
-def _copy(target: Path, source: ModelSource, made_of: Mapping[str, Any], budgets: Budgets, repair: bool) -> Written:
-    making = _Making(source, made_of, budgets)
+def _copy(target: Path, source: ModelSource, made_of: Mapping[str, Any], budget: MemoryBudget, repair: bool) -> Written:
+    making = _Making(source, made_of, budget.host_nbytes)
     with StoreWriter(target, made_of, model_fingerprint(source.weights)) as writer:
         if writer.complete and not repair:
             return Written()
@@ -113,7 +113,7 @@ def _copy(target: Path, source: ModelSource, made_of: Mapping[str, Any], budgets
             return making.write(writer, checkpoint, StoreSink(writer, making.shards), advance)
 
 
-def prepare_linked(source: ModelSource, target: Path, quant: str, dtype: str, budgets: Budgets) -> Written | None:
+def prepare_linked(source: ModelSource, target: Path, quant: str, dtype: str, budget: MemoryBudget) -> Written | None:
     """The same for a store at `target` that names the extents of weights in the checkpoint's own files.
 
     Reads the checkpoint once, for checksums, and copies what lies in the files otherwise than headers show; None where
@@ -124,21 +124,21 @@ def prepare_linked(source: ModelSource, target: Path, quant: str, dtype: str, bu
         found = read_manifest(target / MANIFEST)
         if found.same_making(Manifest.begin(fingerprint, made_of, found.sources)):
             return Written()
-    written = _name(target, source, made_of, budgets)
+    written = _name(target, source, made_of, budget)
     release_memory()
     if written is not None:
-        _keep_key_offsets(source, target, quant, dtype, budgets)
+        _keep_key_offsets(source, target, quant, dtype, budget.host_nbytes)
     return written
 
 
-def _name(target: Path, source: ModelSource, made_of: Mapping[str, Any], budgets: Budgets) -> Written | None:
-    making = _Making(source, made_of, budgets)
+def _name(target: Path, source: ModelSource, made_of: Mapping[str, Any], budget: MemoryBudget) -> Written | None:
+    making = _Making(source, made_of, budget.host_nbytes)
     note = f"reading {gib(making.shards.nbytes)} of weights for checksums, once; passes read them where they are"
     with making.opened() as checkpoint:
         linker = Linker(checkpoint, carried_files(source.folder))
         fingerprint = model_fingerprint(source.weights)
         with StoreWriter(target, made_of, fingerprint, linker.sources) as writer, suppress(CannotLink):
-            limit = partial(disk_budget, target, wanted=budgets.disk_nbytes())
+            limit = partial(disk_budget, target, wanted=budget.disk_nbytes)
             sink = StoreSink(writer, making.shards, linker, limit)
             with making.stage("checking weights", note) as advance:
                 return making.write(writer, checkpoint, sink, advance, linker.find_resident)
@@ -148,11 +148,11 @@ def _name(target: Path, source: ModelSource, made_of: Mapping[str, Any], budgets
 class _Making:
     """Packs the weights of a checkpoint for a store. Raises DoesNotFit where memory is too little."""
 
-    def __init__(self, source: ModelSource, made_of: Mapping[str, Any], budgets: Budgets) -> None:
+    def __init__(self, source: ModelSource, made_of: Mapping[str, Any], host_nbytes: int) -> None:
         self._source = source
         self._dtype = made_of["dtype"]
         self.shards = model_shards(source.shape, made_of["quant"], self._dtype, made_of["layout"])
-        self._window = window_nbytes(source.shape, self.shards, self._dtype, budgets.host_nbytes())
+        self._window = window_nbytes(source.shape, self.shards, self._dtype, host_nbytes)
         self._config = ModelConfig.read(source.folder)
 
     def opened(self) -> Checkpoint:
@@ -201,7 +201,7 @@ def _announcement(target: Path, nbytes: int) -> str:
     )
 
 
-def _keep_key_offsets(source: ModelSource, target: Path, quant: str, dtype: str, budgets: Budgets) -> None:
+def _keep_key_offsets(source: ModelSource, target: Path, quant: str, dtype: str, host_nbytes: int) -> None:
     """Measures the key offsets once, by a pass over the finished store, with the same bits in every budget.
 
     If host memory is too little for any pass, jobs with quantized keys measure them when they load.
@@ -215,7 +215,7 @@ def _keep_key_offsets(source: ModelSource, target: Path, quant: str, dtype: str,
     with suppress(DoesNotFit):
         job = Workload(1, MAX_TOKENS)
         least, _ = budget_range(source.shape, settings, job)
-        budget = MemoryBudget(min(least, budgets.host_nbytes()))
+        budget = MemoryBudget(min(least, host_nbytes))
         plan = checked(source.shape, make_plan(source.shape, settings, budget, job))
         with closing(load_engine(source, plan, target)) as loaded:
             keep(target, measure(loaded.model, fixed_token_ids(source.folder)))
@@ -242,12 +242,12 @@ def store_for(source: ModelSource, plan: Plan, budgets: Budgets) -> FinishedStor
     if not plan.streams:
         return None
     # What is free may be another number by now: the weights are packed within the memory that was planned.
-    budgets = replace(budgets, ram=f"{plan.budget.host_nbytes}B")
+    budget = MemoryBudget(plan.budget.host_nbytes, disk_nbytes=budgets.disk_nbytes())
     formats = plan.quant, plan.dtype
     device_type = "cpu" if plan.staging is None else "cuda"
     target = store_path(source, *formats, budgets.disk_dir, device_type)
     if lies_unpacked(source.shape, *formats) and not (target / MANIFEST).exists():
         named = store_path(source, *formats, budgets.disk_dir, device_type, linked=True)
-        if (written := prepare_linked(source, named, *formats, budgets)) is not None:
+        if (written := prepare_linked(source, named, *formats, budget)) is not None:
             return FinishedStore(named, written.nbytes)
-    return FinishedStore(target, prepare(source, target, *formats, budgets, device_type=device_type).nbytes)
+    return FinishedStore(target, prepare(source, target, *formats, budget, device_type=device_type).nbytes)

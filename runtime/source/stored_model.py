@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from ...offload.checkpoint.checkpoint import read_inside
 from ...offload.store.manifest import RESIDENT_FILE, LinkedShard, LinkedTensor
-from ...offload.store.shard_file import TensorSpec, read_shard
+from ...offload.store.shard_file import read_shard
 from ...offload.store.store import Store
-from ...offload.store.writer import StoreWriter
+from ...offload.store.writer import StoreWriter, TensorSpec
 from ...quant.tensor import SAFETENSORS_DTYPES
 from ..settings.errors import UnsupportedModel
 from ..text.folder import SMALL_FILES

@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 from ...offload.checkpoint.checkpoint import Checkpoint
 from ...offload.errors import BadCheckpoint
 from ...offload.store.manifest import HEAD_FILE, LinkedShard, LinkedTensor, layer_file
-from ...offload.store.shard_file import NewShardFile
-from ...offload.store.writer import StoreWriter
+from ...offload.store.writer import NewShardFile, StoreWriter
 from ...offload.stream.stream import HEAD, ShardKey
 from ...quant.formats.format import FormatError, Layout, row_chunks
 from ...quant.matmul.matmul import ParallelMatmul

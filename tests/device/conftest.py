@@ -55,7 +55,7 @@ def case(
             if (family, quant) not in made:
                 source = opened.enter_context(open_source(str(checkpoint(family))))
                 store = tmp_path_factory.mktemp("store") / family
-                prepare(source, store, quant, "fp32", Budgets())
+                prepare(source, store, quant, "fp32", Budgets().on_cpu())
                 made[family, quant] = tiny_engine.Case(source, store, tiny_engine.exact(quant))
             return made[family, quant]
 

@@ -39,7 +39,7 @@ def faults(family: str, step: int = 1) -> list[str]:
         folder = Path(name)
         save_tiny(family, folder / "model")
         with open_source(str(folder / "model")) as source:
-            prepare(source, folder / "store", "none", "fp32", Budgets())
+            prepare(source, folder / "store", "none", "fp32", Budgets().on_cpu())
             tiny = tiny_engine.Case(source, folder / "store", tiny_engine.exact("none"))
             wanted = tiny.run(tiny.plan(None)).tokens
             for way in list(expert_modes.ways())[::step]:

@@ -72,8 +72,8 @@ def outcome(form: str, family: str, folder: Path) -> str:
         return f"differs in {wrong[0]}"
     with open_source(str(path)) as source:
         quant, dtype = precision(source, "auto", "auto")
-        kept = not prepare(source, folder / "store", quant, dtype, Budgets())
-        loss = prepare(source, folder / "nf4", "nf4", dtype, Budgets()).loss
+        kept = not prepare(source, folder / "store", quant, dtype, Budgets().on_cpu())
+        loss = prepare(source, folder / "nf4", "nf4", dtype, Budgets().on_cpu()).loss
     lossy = f"nf4 loses {100 * max(loss.values()):.0f} %"
     how = "kept as" if kept else "widened, packed in" if quant in QUANT_FORMATS else "in part kept as"
     how = "floats, packed in" if quant == "none" else how

@@ -166,7 +166,7 @@ def run_model(root: Path, kills: int, seed: int, rows: int = 24) -> Counter[str]
 def prepare_demo(folder: Path) -> None:
     """Prepares the demo model."""
     with as_file(files("moedge.demo")) as demo, open_source(str(demo / "model")) as source:
-        prepare(source, folder, "nf4", "bf16", Budgets())
+        prepare(source, folder, "nf4", "bf16", Budgets().on_cpu())
 
 
 def store_left_behind(folder: Path) -> str:

@@ -59,7 +59,7 @@ def test_arenas_take_what_the_plan_says(
     settings = Settings(dtype="fp32", quant=quant, kv=kv)
     sizes = {"num_hidden_layers": 2} if family in ("gpt_oss", "glm4_moe_lite") else {}
     with open_source(str(checkpoint(family, **sizes))) as source:
-        prepare(source, tmp_path / "store", quant, "fp32", Budgets())
+        prepare(source, tmp_path / "store", quant, "fp32", Budgets().on_cpu())
         smallest, whole = budget_range(source.shape, settings, JOB)
         budgets = (smallest, (smallest + whole) // 2, 4 << 30)
         plans = [make_plan(source.shape, settings, MemoryBudget(budget), JOB) for budget in budgets]

@@ -103,10 +103,10 @@ def test_the_store_of_a_measurement_needs_no_reserve_on_the_disk(monkeypatch: py
     prepared: list[int] = []
     prepare = pass_rates.prepare
 
-    def counted(source: ModelSource, target: Path, quant: str, dtype: str, budgets: Budgets) -> None:
+    def counted(source: ModelSource, target: Path, quant: str, dtype: str, budget: MemoryBudget) -> None:
         with pytest.raises(OutOfBudget):
-            prepare(source, target, quant, dtype, Budgets())
-        prepared.append(prepare(source, target, quant, dtype, budgets).nbytes)
+            prepare(source, target, quant, dtype, Budgets().on_cpu())
+        prepared.append(prepare(source, target, quant, dtype, budget).nbytes)
 
     monkeypatch.setattr(pass_rates, "prepare", counted)
     assert pass_rates.measure_overheads() == TRUE

@@ -84,7 +84,7 @@ def test_what_a_rehearsal_reads_does_not_count(checkpoint: Callable[[str], Path]
         smallest, _ = budget_range(source.shape, settings, job)
         plan = make_plan(source.shape, settings, MemoryBudget(smallest), job)
         assert plan.streams
-        prepare(source, tmp_path / "store", "none", "fp32", Budgets(disk="1GiB"))
+        prepare(source, tmp_path / "store", "none", "fp32", Budgets(disk="1GiB").on_cpu())
         with closing(load_engine(source, plan, tmp_path / "store")) as loaded:
             rehearse(loaded, plan, job, prompt_tokens([], 128))
             assert loaded.streamed.nbytes_from_disk == 0

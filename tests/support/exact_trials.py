@@ -154,7 +154,7 @@ class Trial:
         if way.budget == "in memory":
             return None
         store = self.folder / f"{precision.quant}-{precision.dtype}"
-        prepare(self.source, store, precision.quant, precision.dtype, Budgets())
+        prepare(self.source, store, precision.quant, precision.dtype, Budgets().on_cpu())
         return store
 
 

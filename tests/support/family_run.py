@@ -62,7 +62,7 @@ def run_checkpoint(folder: Path, expected: list[list[int]]) -> FamilyRun:
     settings = Settings(dtype="fp32", quant="none", kv="fp32", tokens_per_pass=48, max_sequences=8, deterministic=True)
     with open_source(str(folder / "checkpoint")) as source:
         smallest, whole = budget_range(source.shape, settings, job)
-        prepare(source, folder / "store", "none", "fp32", Budgets())
+        prepare(source, folder / "store", "none", "fp32", Budgets().on_cpu())
         streamed = _run(source, make_plan(source.shape, settings, MemoryBudget(smallest), job), folder / "store")
         packed = _run(source, make_plan(source.shape, settings, MemoryBudget(2 * whole), job), None)
     return FamilyRun(expected, streamed[0], packed[0], streamed[1], streamed[2], packed[2])

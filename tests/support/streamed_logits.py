@@ -35,7 +35,7 @@ def streamed_logits(folder: Path, store: Path, settings: Settings, monkeypatch: 
 
     with open_source(str(folder)) as source, monkeypatch.context() as patch:
         smallest, _ = budget_range(source.shape, settings, JOB)
-        prepare(source, store, *precision(source, settings.quant, settings.dtype), Budgets())
+        prepare(source, store, *precision(source, settings.quant, settings.dtype), Budgets().on_cpu())
         plan = make_plan(source.shape, settings, MemoryBudget(smallest), JOB)
         with closing(load_engine(source, plan, store)) as loaded:
             patch.setattr(ModelRunner, "forward", kept)

@@ -17,9 +17,8 @@ import pytest
 
 from moedge.offload.errors import BadStore, DiskFull, FolderRefused
 from moedge.offload.store.manifest import HEAD_FILE, RESIDENT_FILE, layer_file
-from moedge.offload.store.shard_file import TensorSpec
 from moedge.offload.store.store import Store
-from moedge.offload.store.writer import StoreWriter
+from moedge.offload.store.writer import StoreWriter, TensorSpec
 
 NBYTES = 4096
 

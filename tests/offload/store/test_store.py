@@ -23,9 +23,9 @@ from safetensors.numpy import load_file
 
 from moedge.offload.errors import BadStore, StoreInUse
 from moedge.offload.store.manifest import HEAD_FILE, MANIFEST, PROGRESS, RESIDENT_FILE, canonical, layer_file
-from moedge.offload.store.shard_file import TensorSpec, read_shard
+from moedge.offload.store.shard_file import read_shard
 from moedge.offload.store.store import Store
-from moedge.offload.store.writer import StoreWriter
+from moedge.offload.store.writer import StoreWriter, TensorSpec
 
 RECIPE = {"quant": "nf4", "dtype": "bfloat16", "kv": [1, 2]}
 DENSE, EXPERTS, EXPERT, HEAD = 8192, 3, 4096, 12288

@@ -13,9 +13,8 @@ import pytest
 from moedge.offload.errors import BadStore, DiskFull
 from moedge.offload.store import manifest as manifests
 from moedge.offload.store.manifest import HEAD_FILE, MANIFEST, layer_file
-from moedge.offload.store.shard_file import TensorSpec, build_header
 from moedge.offload.store.store import Store
-from moedge.offload.store.writer import StoreWriter
+from moedge.offload.store.writer import StoreWriter, TensorSpec, build_header
 
 NBYTES = 4096
 

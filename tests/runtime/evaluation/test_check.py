@@ -218,7 +218,7 @@ def altered(model: Path, folder: Path, part: str, factor: float = 1.5) -> Path:
 
 def prepared(model: Path, store: Path, dtype: str = "fp32") -> Path:
     with open_source(str(model)) as source:
-        prepare(source, store, "none", dtype, Budgets())
+        prepare(source, store, "none", dtype, Budgets().on_cpu())
     return store
 
 

@@ -14,10 +14,10 @@ import pytest
 
 from moedge.offload.atomic_file import AtomicFile
 from moedge.offload.errors import ExitCode, exit_code_of
-from moedge.runtime.jobs.answer_stream import AnswerStream
 from moedge.runtime.jobs.journal import journal as committer_file
 from moedge.runtime.jobs.journal.journal import Journal
 from moedge.runtime.jobs.journal.state import read_state
+from moedge.runtime.jobs.outputs import AnswerStream
 from moedge.runtime.settings.errors import BadJournal, ExportFailed, JournalFailed, OutputExists, OutputRefused
 
 NUM_ROWS = 12

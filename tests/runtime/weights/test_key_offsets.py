@@ -52,7 +52,7 @@ def test_a_store_keeps_what_loading_would_measure(
     with open_source(str(checkpoint(family))) as source:
         plan = quantized_plan(source.shape, dtype, quant, compute)
         measured = engine(source, plan).key_offsets
-        prepare(source, tmp_path / "store", quant, dtype, Budgets())
+        prepare(source, tmp_path / "store", quant, dtype, Budgets().on_cpu())
         stored = kept(tmp_path / "store", source.shape)
         loaded = engine(source, plan, tmp_path / "store")
         assert loaded.key_offsets is not None
@@ -79,12 +79,12 @@ def test_the_fixed_text_is_long_enough_in_any_vocabulary(checkpoint: Callable[[s
 @pytest.mark.slow
 def test_damaged_and_foreign_files_are_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     with open_source(str(checkpoint("qwen3_moe"))) as source, open_source(str(checkpoint("olmoe"))) as other:
-        prepare(source, tmp_path / "store", "none", "fp32", Budgets())
+        prepare(source, tmp_path / "store", "none", "fp32", Budgets().on_cpu())
         data = (tmp_path / "store" / FILE).read_bytes()
         (tmp_path / "store" / FILE).write_bytes(data[:-5])
         with pytest.raises(BadStore, match="delete it"):
             kept(tmp_path / "store", source.shape)
-        prepare(other, tmp_path / "other", "none", "fp32", Budgets())
+        prepare(other, tmp_path / "other", "none", "fp32", Budgets().on_cpu())
         (tmp_path / "store" / FILE).unlink()
         assert kept(tmp_path / "store", source.shape) is None
         (tmp_path / "store" / FILE).write_bytes((tmp_path / "other" / FILE).read_bytes())

@@ -44,7 +44,7 @@ def shards_of(store: Store) -> tuple[dict[str, bytes], list[bytes]]:
 
 
 def linked(source: ModelSource, folder: Path) -> Path:
-    assert prepare_linked(source, folder, "none", "fp32", Budgets(disk="0")) is not None
+    assert prepare_linked(source, folder, "none", "fp32", Budgets(disk="0").on_cpu()) is not None
     return folder
 
 
@@ -57,8 +57,8 @@ def test_a_linked_store_has_the_bytes_of_a_copy(
 ) -> None:
     """gpt_oss has its experts transposed: they are copied, and all else is named."""
     with open_source(str(checkpoint(family))) as source:
-        written = prepare_linked(source, tmp_path / "linked", "none", "fp32", Budgets())
-        prepare(source, tmp_path / "copy", "none", "fp32", Budgets())
+        written = prepare_linked(source, tmp_path / "linked", "none", "fp32", Budgets().on_cpu())
+        prepare(source, tmp_path / "copy", "none", "fp32", Budgets().on_cpu())
         assert bool(copied_nbytes(source.shape, "none", "fp32")) == copies
     assert written is not None
     with Store.open(tmp_path / "linked") as named, Store.open(tmp_path / "copy") as copy:
@@ -108,7 +108,7 @@ def test_experts_that_lie_in_another_order_are_copied(checkpoint: Callable[[str]
         of_expert = Linker.of_expert
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(Linker, "of_expert", lambda self, first, expert: of_expert(self, first, max(0, expert - 1)))
-            assert prepare_linked(source, tmp_path / "store", "none", "fp32", Budgets()) is None
+            assert prepare_linked(source, tmp_path / "store", "none", "fp32", Budgets().on_cpu()) is None
 
 
 def streaming_plan(source: ModelSource) -> Plan:
@@ -136,12 +136,12 @@ def test_without_any_disk_a_model_streams_from_its_own_files(checkpoint: Callabl
         again = store_for(source, plan, Budgets(disk="0", disk_dir=tmp_path))
         assert again == FinishedStore(found.folder), "nothing is read again"
         named, nbytes = tokens(source, plan, found.folder)
-        prepare(source, tmp_path / "copy", "none", "fp32", Budgets())
+        prepare(source, tmp_path / "copy", "none", "fp32", Budgets().on_cpu())
         copied, nbytes_of_copy = tokens(source, plan, tmp_path / "copy")
         assert named == copied
         assert min(nbytes, nbytes_of_copy) > 0
         # A copy that was prepared before is used.
-        prepare(source, copy := store_path(source, "none", "fp32", tmp_path), "none", "fp32", Budgets())
+        prepare(source, copy := store_path(source, "none", "fp32", tmp_path), "none", "fp32", Budgets().on_cpu())
         assert store_for(source, plan, Budgets(disk_dir=tmp_path)) == FinishedStore(copy)
 
 

@@ -37,7 +37,7 @@ from moedge.runtime.weights.preparation import WINDOW_NBYTES, MemorySink, Prepar
 def smallest(source: ModelSource) -> int:
     """The budget that a refusal names, in bytes."""
     with pytest.raises(DoesNotFit) as refused:
-        prepare(source, Path("never-written"), "nf4", "fp32", Budgets(ram="1MiB"))
+        prepare(source, Path("never-written"), "nf4", "fp32", Budgets(ram="1MiB").on_cpu())
     found = re.search(r"--ram (\d+)MiB", str(refused.value))
     assert found
     return int(found[1]) << 20
@@ -65,13 +65,13 @@ def test_a_small_budget_packs_the_same_bytes_an_expert_at_a_time(
     family: str, checkpoint: Callable[[str], Path], tmp_path: Path, windows: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_source(str(checkpoint(family))) as source:
-        prepare(source, tmp_path / "ample", "nf4", "fp32", Budgets())
+        prepare(source, tmp_path / "ample", "nf4", "fp32", Budgets().on_cpu())
         together = list(windows)
         windows.clear()
         # Tiny experts all fit into a MiB: hold the budget to what one of them takes.
         one = max(layer.experts.numel * 4 for layer in source.shape.layers if layer.experts)
         monkeypatch.setattr("moedge.runtime.loading.prepare.window_nbytes", lambda *_: one)
-        prepare(source, tmp_path / "tight", "nf4", "fp32", Budgets())
+        prepare(source, tmp_path / "tight", "nf4", "fp32", Budgets().on_cpu())
     assert max(together) == 8
     assert windows == [1] * 8 * len(together)
     files = sorted(path.name for path in (tmp_path / "ample").iterdir())
@@ -85,9 +85,9 @@ def test_too_little_memory_is_refused_and_what_is_named_is_enough(
     with open_source(str(checkpoint("qwen3_moe"))) as source:
         enough = smallest(source)
         with pytest.raises(DoesNotFit):
-            prepare(source, tmp_path / "store", "nf4", "fp32", Budgets(ram=f"{(enough >> 20) - 2}MiB"))
+            prepare(source, tmp_path / "store", "nf4", "fp32", Budgets(ram=f"{(enough >> 20) - 2}MiB").on_cpu())
         assert not (tmp_path / "store").exists()
-        prepare(source, tmp_path / "store", "nf4", "fp32", Budgets(ram=f"{enough >> 20}MiB"))
+        prepare(source, tmp_path / "store", "nf4", "fp32", Budgets(ram=f"{enough >> 20}MiB").on_cpu())
         assert (tmp_path / "store" / "manifest.json").is_file()
 
 
@@ -108,7 +108,7 @@ def test_the_order_of_codes_is_in_the_manifest_and_another_order_is_refused(
     checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     with open_source(str(checkpoint("qwen3_moe"))) as source:
-        prepare(source, tmp_path / "store", "int4", "fp32", Budgets())
+        prepare(source, tmp_path / "store", "int4", "fp32", Budgets().on_cpu())
     manifest = read_manifest(tmp_path / "store" / MANIFEST)
     assert manifest.recipe["layout"] == INT4PACK
     with open_source(str(tmp_path / "store")) as source:
@@ -133,7 +133,7 @@ def test_stores_for_a_cpu_and_for_a_gpu_hold_the_same_numbers(
         orders = [kernel_order("nf4", torch.bfloat16, kind) for kind in ("cpu", "cuda")]
         assert (paths[0] == paths[1]) == (orders[0] == orders[1])
         for kind, path, order in zip(("cpu", "cuda"), paths, orders, strict=True):
-            prepare(source, path, "nf4", "bf16", Budgets(), device_type=kind)
+            prepare(source, path, "nf4", "bf16", Budgets().on_cpu(), device_type=kind)
             assert read_manifest(path / MANIFEST).recipe["layout"] == order
             with open_source(str(path)) as stored:
                 assert dict(stored.recipe) == {"quant": "nf4", "dtype": "bf16", "layout": order}
@@ -190,9 +190,12 @@ def test_nothing_of_preparing_stays_for_the_job_that_follows(
     try:
         with open_source(str(checkpoint("qwen3_moe"))) as source:
             if linked:
-                assert prepare_linked(source, tmp_path / "store", "none", source.shape.dtype, Budgets()) is not None
+                assert (
+                    prepare_linked(source, tmp_path / "store", "none", source.shape.dtype, Budgets().on_cpu())
+                    is not None
+                )
             else:
-                prepare(source, tmp_path / "store", "int8", "fp32", Budgets())
+                prepare(source, tmp_path / "store", "int8", "fp32", Budgets().on_cpu())
     finally:
         gc.enable()
     assert len(models) == 1

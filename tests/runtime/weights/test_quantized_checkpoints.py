@@ -117,7 +117,7 @@ def test_compressed_tensors_in_the_order_of_activations_are_read(
     assert (found - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
     with open_source(str(tmp_path / "quantized")) as source:
         assert offered_formats(source.shape) == ("int8", "int4", "nf4")
-        assert prepare(source, tmp_path / "packed", *precision(source, "auto", "auto"), Budgets()).loss
+        assert prepare(source, tmp_path / "packed", *precision(source, "auto", "auto"), Budgets().on_cpu()).loss
 
 
 KEPT = {
@@ -194,7 +194,7 @@ def test_auto_offers_what_is_kept_or_at_least_the_bits_of_the_checkpoint(
 def test_the_loss_of_packing_again_is_measured_by_group(tmp_path: Path) -> None:
     write_quantized("fp8 blocks", tmp_path / "quantized", tmp_path / "wide")
     with open_source(str(tmp_path / "quantized")) as source:
-        loss = prepare(source, tmp_path / "store", "nf4", "fp32", Budgets()).loss
+        loss = prepare(source, tmp_path / "store", "nf4", "fp32", Budgets().on_cpu()).loss
     floats = load_file(tmp_path / "wide" / "model.safetensors")
     for group, part in (("experts", ".experts."), ("attention", ".self_attn.")):
         weights = [each for name, each in floats.items() if part in name and each.dim() == 2]
@@ -247,7 +247,7 @@ def test_codes_whose_groups_lie_apart_are_not_kept_whatever_the_config_says(tmp_
     with open_source(str(folder)) as source:
         formats = precision(source, "kept", "fp32")
         with pytest.raises(BadCheckpoint, match="desc_act"):
-            prepare(source, tmp_path / "store", *formats, Budgets())
+            prepare(source, tmp_path / "store", *formats, Budgets().on_cpu())
 
 
 def test_nothing_to_keep_is_said(checkpoint: Callable[[str], Path]) -> None:

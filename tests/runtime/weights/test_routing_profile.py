@@ -73,7 +73,7 @@ def test_a_job_adds_what_its_rows_chose_and_the_next_one_starts_with_it(
     )
     store = tmp_path / "store"
     with open_source(str(checkpoint("qwen3_moe"))) as source:
-        prepare(source, store, "none", "fp32", Budgets())
+        prepare(source, store, "none", "fp32", Budgets().on_cpu())
         (store / FILE).unlink(missing_ok=True)
         plan = make_plan(source.shape, settings, MemoryBudget(budget_range(source.shape, settings, job)[0]), job)
         for run in (1, 2):

@@ -41,7 +41,7 @@ def moved(loaded: LoadedEngine) -> int:
     return loaded.streamed.nbytes_from_disk
 
 
-@pytest.mark.sample("3 layers-qwen3_moe-nf4")
+@pytest.mark.sample("4 layers-qwen3_moe-nf4")
 @pytest.mark.parametrize(
     ("family", "quant"),
     [
@@ -53,7 +53,7 @@ def moved(loaded: LoadedEngine) -> int:
         ("llama", "none"),
     ],
 )
-@pytest.mark.parametrize("sizes", [{"num_hidden_layers": 3}, {}], ids=["3 layers", "all layers"])
+@pytest.mark.parametrize("sizes", [{"num_hidden_layers": 4}, {}], ids=["4 layers", "all layers"])
 def test_tokens_are_the_same_at_every_budget(
     sizes: dict[str, int], family: str, quant: str, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -61,7 +61,7 @@ def test_tokens_are_the_same_at_every_budget(
         smallest, whole = budget_range(source.shape, settings(quant), JOB)
         plans = [make_plan(source.shape, settings(quant), MemoryBudget(budget), JOB) for budget in
                  (whole + (1 << 28), (smallest + whole) // 2, smallest)]  # fmt: skip
-        prepare(source, tmp_path / "store", quant, "fp32", Budgets())
+        prepare(source, tmp_path / "store", quant, "fp32", Budgets().on_cpu())
         wanted, _, nothing = generate(source, plans[0], None)
         assert nothing == 0
         results = [generate(source, plan, tmp_path / "store") for plan in plans]
@@ -76,7 +76,7 @@ def test_a_wrong_byte_in_a_streamed_expert_shows(checkpoint: Callable[[str], Pat
     with open_source(str(checkpoint("qwen3_moe"))) as source:
         smallest, _ = budget_range(source.shape, settings("none"), JOB)
         plan = make_plan(source.shape, settings("none"), MemoryBudget(smallest), JOB)
-        prepare(source, tmp_path / "store", "none", "fp32", Budgets())
+        prepare(source, tmp_path / "store", "none", "fp32", Budgets().on_cpu())
         wanted, _, _ = generate(source, plan, tmp_path / "store")
         file = tmp_path / "store" / "layer-0001.safetensors"
         data = bytearray(file.read_bytes())
@@ -93,7 +93,7 @@ def test_a_store_opens_without_its_checkpoint(checkpoint: Callable[[str], Path],
 
     copy = Path(shutil.copytree(checkpoint("gemma3_text"), tmp_path / "model"))
     with open_source(str(copy)) as source:
-        prepare(source, tmp_path / "store", "int8", "fp32", Budgets())
+        prepare(source, tmp_path / "store", "int8", "fp32", Budgets().on_cpu())
         plan = make_plan(source.shape, settings("int8"), MemoryBudget(1 << 40), JOB)
         wanted, _, _ = generate(source, plan, None)
         shape = source.shape
