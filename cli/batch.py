@@ -40,7 +40,7 @@ class BatchCommand(BatchOptions, EnergyOptions, ViewOptions, total=False):
     output: Annotated[
         Path,
         Option(
-            "File for the answers: .jsonl, .csv or .parquet; - is stdout.",
+            "File for the answers: .jsonl, .csv, .xlsx or .parquet; - is stdout.",
             ...,
             flags=("--output", "-o"),
             panel=Panel.OUTPUT,
@@ -65,7 +65,7 @@ def batch(model: options.MODEL, input_file: INPUT, **given: Unpack[BatchCommand]
     """Answer a file of prompts. The same command resumes a job that was stopped or killed.
 
     Every input row gives exactly one output row: answers go to OUTPUT, failures to the same name with .errors.jsonl.
-    An OUTPUT that ends in .csv or .parquet is a table of all rows. The folder with .job keeps finished rows.
+    An OUTPUT that ends in .csv, .xlsx or .parquet is a table of all rows. The folder with .job keeps finished rows.
     """
     options.say_device(given["gpu_mem"], given["output_format"] == "human" and not given["quiet"])
     from ..runtime.jobs.request import request_of

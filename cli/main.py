@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import os
 import sys
 import tempfile
 import traceback
@@ -36,12 +37,15 @@ def _add(name: str, application_name: str, function: str, cls: type[ConfiguredCo
         app.command(name, cls=cls)(getattr(module, function))
 
 
+# Help and usage errors without boxes: where no colours are wanted, and where a terminal has none.
+_PLAIN = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") in ("dumb", "unknown")
+
 app = typer.Typer(
     name="moedge",
     help="Batch inference for language models that do not fit the machine.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
+    rich_markup_mode=None if _PLAIN else "markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(cls=ConfiguredCommand)(batch)

@@ -6,7 +6,6 @@ speeds of disk, memory, the link to the GPU and compute. Torch-free.
 from __future__ import annotations
 
 import math
-import os
 import platform
 import resource
 from collections.abc import Callable, Iterable, Sequence
@@ -15,6 +14,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
 import psutil
@@ -170,7 +170,8 @@ def check_stores(root: Path) -> Finding:
     free = disk_free(root)
     says = f"{root}: {taken}, {gib(free)} free"
     if free < _LITTLE_DISK:
-        return warn("stores", says, "moedge models prune --keep SIZE, or --disk-dir FOLDER on another disk")
+        prune = "moedge models prune --keep SIZE, or " if found else ""
+        return warn("stores", says, f"{prune}--disk-dir FOLDER on another disk")
     return ok("stores", says)
 
 
@@ -208,7 +209,12 @@ def check_state(path: Path) -> Finding:
 
 
 def _writable(folder: Path) -> bool:
-    return os.access(nearest_existing(folder), os.W_OK | os.X_OK)
+    """Whether a file can be made there, which permissions alone do not say."""
+    try:
+        with TemporaryFile(dir=nearest_existing(folder)):
+            return True
+    except OSError:
+        return False
 
 
 # Builds that pytorch.org offers for the supported releases, newest first: CUDA version and the index's name.

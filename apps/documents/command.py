@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .question import Question
 
 
-FOLDER = Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder with the documents.")]
+FOLDER = Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder with the documents, or one document.")]
 
 
 class DocsCommand(DocumentJobOptions, ViewOptions, total=False):

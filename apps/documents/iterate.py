@@ -6,6 +6,7 @@ nothing again.
 
 import json
 import os
+import re
 import stat
 import threading
 import zlib
@@ -43,7 +44,7 @@ class Skipped(StrEnum):
     BROKEN_LINK = "broken link"
     NOT_A_FILE = "not a regular file"
     UNREADABLE_FOLDER = "unreadable folder"
-    JOB_FOLDER = "folder of a job"
+    OF_A_JOB = "of a job"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,22 +98,30 @@ def find_files(
     exclude: Sequence[str] = (),
     unpacked: Unpacked | None = None,
 ) -> Iterator[FoundFile]:
-    """Every file below `folder` exactly once, skipped ones too; the content of hidden folders counts as hidden.
+    """Every file below `folder` exactly once, skipped ones too; the content of hidden folders counts as hidden. Where
+    `folder` is a file, it is the only one.
 
     With `unpacked`, what lies in an archive, a mailbox or a mail comes behind it, and an archive gives way to it.
     `include` and `exclude` are globs of the whole path (`invoices/*.pdf`) or, without a slash, of the name (`*.pdf`);
     a `*` also matches slashes, and one that matches a container matches all that lies in it. Raises InputUnreadable
-    for a folder that cannot be listed.
+    for a folder that is not there or cannot be listed.
     """
     root = Path(folder)
-    if not root.is_dir():
-        raise errors.InputUnreadable(f"{root} is not a folder; give the folder that holds the documents")
-    for found in _walk(root, os.path.realpath(root), "", include, exclude):
+    if not root.exists():
+        raise errors.InputUnreadable(f"{root} does not exist; give a folder of documents, or one document")
+    alone = (FoundFile(root.name, None, root.stat().st_size),)
+    for found in _walk(root, os.path.realpath(root), "", include, exclude) if root.is_dir() else alone:
         if unpacked is None or found.skipped not in (None, Skipped.NOT_INCLUDED) or not is_container(found.path):
             yield found
             continue
         for each in unpacked.members(found.path):
             yield FoundFile(each.path, _left_out(each.path, len(found.path), include, exclude), each.nbytes)
+
+
+def folder_of(documents: str | os.PathLike[str]) -> Path:
+    """The folder that the paths of documents begin in: `documents`, or where the one file lies that it is."""
+    found = Path(documents)
+    return found if found.is_dir() else found.parent
 
 
 def _left_out(path: str, start: int, include: Sequence[str], exclude: Sequence[str]) -> Skipped | None:
@@ -136,16 +145,26 @@ def _walk(
             raise errors.InputUnreadable(f"{root} cannot be listed: {error.strerror}") from None
         yield FoundFile(below, Skipped.UNREADABLE_FOLDER)
         return
+    jobs = {entry.name for entry in entries if entry.name.endswith(".job") and entry.is_dir(follow_symlinks=False)}
     for entry in entries:
         path = f"{below}/{entry.name}" if below else entry.name
         if entry.name.startswith("."):
             yield FoundFile(path, Skipped.HIDDEN)
-        elif entry.is_dir(follow_symlinks=False) and entry.name.endswith(".job"):
-            yield FoundFile(path, Skipped.JOB_FOLDER)
+        elif entry.name in jobs or _job_of(entry.name) in jobs:
+            yield FoundFile(path, Skipped.OF_A_JOB)
         elif entry.is_dir(follow_symlinks=False):
             yield from _walk(root, real_root, path, include, exclude)
         else:
             yield _found(entry, path, real_root, include, exclude)
+
+
+def _job_of(output: str) -> str | None:
+    """The name of the folder of the job that has an output of this name; None where no output has it."""
+    stem, suffix = os.path.splitext(output)
+    return f"{_BESIDE.sub('', stem)}.job" if suffix in (".jsonl", ".csv", ".xlsx", ".parquet") else None
+
+
+_BESIDE = re.compile(r"\.(errors|partial)$")
 
 
 def _found(
@@ -236,7 +255,7 @@ def iter_documents(
     cache: str | os.PathLike[str] | None = None,
     workers: int | None = None,
 ) -> Iterator[Document | UnreadDocument]:
-    """Reads every file of a folder that is not skipped (see `find_files`), in the order of their paths.
+    """Reads every file of a folder that is not skipped (see `find_files`), in the order of their paths, or one file.
 
     A file that cannot be read gives an UnreadDocument, never an exception: parsers run in `workers` processes (by
     default one for each processor, four at most), which are killed at the limits of `options`. `cache` is a folder in
@@ -246,10 +265,10 @@ def iter_documents(
     """
     with (
         TemporaryDirectory(prefix="moedge-") as spool,
-        closing(Unpacked(Path(folder), Path(spool), options)) as unpacked,
+        closing(Unpacked(folder_of(folder), Path(spool), options)) as unpacked,
     ):
         files = find_files(folder, include=include, exclude=exclude, unpacked=unpacked)
-        with _readers(Path(folder), Path(spool), options, cache, workers) as (submit, ahead):
+        with _readers(folder_of(folder), Path(spool), options, cache, workers) as (submit, ahead):
             waiting: deque[Future[Document | UnreadDocument]] = deque()
             for found in files:
                 if found.skipped is None:

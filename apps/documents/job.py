@@ -29,7 +29,7 @@ from ...face import (
 )
 from .document import Chunk, Document, UnreadDocument, split
 from .expected import AskedRow, Expected
-from .iterate import FoundFile, FoundFiles, Skipped, TextCache, find_files, read_as_completed
+from .iterate import FoundFile, FoundFiles, Skipped, TextCache, find_files, folder_of, read_as_completed
 from .merging import Merger, Missing, PromptTokens
 from .question import Long, Prompts, document_facts
 from .readers.read import refuse_missing_readers
@@ -104,16 +104,17 @@ class Listed:
 
     @classmethod
     def of(cls, request: DocumentsRequest, paths: DocumentPaths) -> Self:
-        """Lists the folder of a job and unpacks what lies in its files.
+        """Lists the folder of a job, or takes its one file, and unpacks what lies in files.
 
         Raises InputUnreadable, MissingExtra, InputRefused where nothing is to be read.
         """
-        folder, report = Path(request.batch.input), FolderReport()
+        documents, report = request.batch.input, FolderReport()
+        folder = folder_of(documents)
         with closing(Unpacked(folder, paths.members, request.reading)) as unpacked:
-            found = find_files(folder, include=request.include, exclude=request.exclude, unpacked=unpacked)
+            found = find_files(documents, include=request.include, exclude=request.exclude, unpacked=unpacked)
             files = report.found(each for each in found if not _is_own(paths.outputs, folder, each))
         if not report.num_files:
-            raise errors.InputRefused(f"{folder} has no file to read; {report.skipped.total():,} were skipped")
+            raise errors.InputRefused(f"{documents} has no file to read; {report.skipped.total():,} were skipped")
         if request.reading.reader is None:
             refuse_missing_readers(report.suffixes)
         return cls(files, report)
@@ -279,7 +280,7 @@ class DocumentJob:
         return Mirror(self._request.mirror, self._paths.mirrored, sources)
 
     def _read(self, files: Sequence[FoundFile]) -> Iterator[tuple[int, Document | UnreadDocument]]:
-        request, folder = self._request, Path(self._request.batch.input)
+        request, folder = self._request, folder_of(self._request.batch.input)
         cache = request.cache or self._paths.texts
         members = self._paths.members
         return read_as_completed(folder, members, enumerate(files), request.reading, cache, request.workers, Event())

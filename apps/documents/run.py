@@ -32,6 +32,7 @@ from ...face import (
     stage,
     write_atomically,
 )
+from .iterate import folder_of
 from .job import DocumentJob, FolderReport, Listed, TokenCounter, WholeFolder
 from .options import DocumentOptions
 from .question import Long, Question, make_question
@@ -262,7 +263,8 @@ def run_documents(
     progress: bool = True,
     **options: Unpack[DocumentOptions],
 ) -> DocumentsEnded:
-    """Answers a question about every file of `folder`: the same job as `moedge docs model folder -o output`.
+    """Answers a question about every file of `folder`, or about the file that it is: the same job as `moedge docs
+    model folder -o output`.
 
     Every file gives one row of `output`, or of its `.errors.jsonl`; with `each="chunk"`, every chunk. The same call
     resumes a job that was stopped or killed, and adds files that are new or changed. docs/documents.md has the options.
@@ -286,8 +288,8 @@ def documents_request(
     model: str | Path, folder: str | Path, output: str | Path, options: Mapping[str, Any]
 ) -> DocumentsRequest:
     """The request that these of `DocumentOptions` make. Raises BadArgument, SettingError, InputUnreadable."""
-    if not Path(folder).is_dir():
-        raise errors.BadArgument(f"{folder} is not a folder; give the folder that holds the documents")
+    if not Path(folder).exists():
+        raise errors.BadArgument(f"{folder} does not exist; give a folder of documents, or one document")
     each, long = options.get("each") or "document", options.get("long")
     if each == "chunk" and long not in (None, Long.SPLIT):
         raise errors.BadArgument(f"--each chunk gives a row for every chunk, and --long {long} merges or refuses them")
@@ -320,7 +322,7 @@ def _mirror(folder: str | Path, mirror: str | Path | None) -> Path | None:
     """Raises BadArgument for a folder whose files would be read as documents."""
     if mirror is None:
         return None
-    found, documents = Path(mirror).resolve(), Path(folder).resolve()
+    found, documents = Path(mirror).resolve(), folder_of(folder).resolve()
     if found.is_relative_to(documents) or documents.is_relative_to(found):
         raise errors.BadArgument(
             f"--mirror {mirror} and the folder of the documents, {folder}, must lie beside each other"

@@ -284,7 +284,8 @@ def measured_job(
     """
     if headers.folder is None:
         raise ModelNotFound(
-            f"{headers.name} is not in the local cache, and its tokenizer is needed to count the tokens of {rows}"
+            f"the tokenizer of {headers.name} is not on this machine, and the tokens of {rows} cannot be counted; "
+            "download the model, or leave out the rows and give --rows, --prompt-tokens and --max-tokens"
         )
     # JSON schemas and what they import: a plan of equal rows takes none of it.
     from ..rows.reader import read_rows

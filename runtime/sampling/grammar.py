@@ -185,9 +185,13 @@ def parser_limits(schema: AnswerForm = "") -> LLParserLimits:
 
 
 def first_line(message: str) -> str:
-    """What is wrong, without the position in the internal grammar and without the quoted grammar."""
-    line = next(iter(_POSITION.sub("", message.strip()).splitlines()), "unknown error")
-    return line[:300]
+    """What is wrong, without the position in the internal grammar and without the quoted grammar.
+
+    Of a regex the last line says it (regex-syntax's `error: ...`).
+    """
+    line, *rest = _POSITION.sub("", message.strip()).splitlines() or ["unknown error"]
+    why = next((each.strip() for each in rest if line.endswith(":") and each.startswith("error: ")), "")
+    return f"{line} {why}".strip()[:300]
 
 
 class GrammarState:

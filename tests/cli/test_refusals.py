@@ -54,7 +54,7 @@ REFUSALS: list[tuple[list[str], int, str]] = [
 # Questions are templates, so Jinja is there.
 DOCUMENTS: list[tuple[list[str], int, str]] = [
     (["docs", "no-such-model", "models", "-o", "out.csv", "--task", "summarize"], 5, "neither a folder nor a hub id"),
-    (["docs", MODEL, "in.jsonl", "-o", "out.csv", "--task", "summarize"], 2, "is not a folder"),
+    (["docs", MODEL, "absent", "-o", "out.csv", "--task", "summarize"], 2, "absent does not exist; give a folder"),
     (["docs", MODEL, "models", "-o", "out.csv"], 2, "nothing is asked"),
     (["docs", MODEL, "empty", "-o", "out.csv", "--task", "summarize"], 7, "empty has no file to read; 0 were skipped"),
 ]
@@ -102,6 +102,18 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "models" / "tiny.gguf").touch()
     (tmp_path / "models" / "model.safetensors").touch()
     return tmp_path
+
+
+@pytest.mark.parametrize(("name", "value", "boxes"), [("NO_COLOR", "1", 0), ("TERM", "dumb", 0), ("TERM", "xterm", 1)])
+def test_usage_errors_have_boxes_on_terminals_that_can_draw_them(
+    name: str, value: str, boxes: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv(name, value)
+    [(code, stderr)] = without_libraries([["batch", MODEL, "in.jsonl", "-o", "out.jsonl", "--ram", "8"]], folder)
+    assert (code, stderr.count("╭")) == (2, boxes)
+    assert "'8' is not a size" in stderr
 
 
 def test_refusals_need_no_large_library(folder: Path) -> None:

@@ -102,6 +102,8 @@ def command(folder: Path, rows: Path) -> Callable[[], None]:
         from moedge.cli.main import main
 
         sessions.datetime = OneDay  # type: ignore[misc]
+        # Background jobs of a shell ignore it, and so would this one.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.argv = ["moedge", "batch", str(MODEL), str(rows), "-o", str(folder / "out.jsonl"), *given]
         try:
             main()
@@ -132,9 +134,12 @@ class Stopped:
         self.needed, _, _ = self.counters.read()
         self.wanted = answers(root / "alone")
 
-    def stopped(self, name: str, how: signal.Signals, draw: random.Random) -> Iterator[int]:
-        """Yields after each of STOPS stops how many tokens had no record then; then the job is finished."""
-        folder, stops, lasting = self._folder(name), 0, 1.5 * self.seconds / STOPS
+    def stopped(self, name: str, how: signal.Signals, draw: random.Random, share: float = 1.5 / STOPS) -> Iterator[int]:
+        """Yields after each of STOPS stops how many tokens had no record then; then the job is finished.
+
+        A process is stopped after at most this `share` of the time that the job takes alone.
+        """
+        folder, stops, lasting = self._folder(name), 0, max(0.2, share * self.seconds)
         while True:
             self.counters.recorded()
             process = start(command(folder, self.rows))
@@ -149,10 +154,10 @@ class Stopped:
             stops += 1
             yield self.counters.read()[2]
 
-    def cut(self, kept: Path, folder: Path, nbytes: int) -> None:
-        """Finishes the job of `kept` in `folder`, of whose journal that many bytes are left."""
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(kept, folder)
+    def cut(self, saved: Path, folder: Path, nbytes: int) -> None:
+        """Finishes the job of `folder` as it was `saved`, of whose journal that many bytes are left."""
+        shutil.rmtree(folder)
+        shutil.copytree(saved, folder)
         os.truncate(folder / "out.job" / "journal", nbytes)
         for file in folder.glob("out*.jsonl"):
             file.unlink()
@@ -199,13 +204,15 @@ def of_stops(job: Stopped, what: str, draw: random.Random) -> list[str]:
 
 def of_cuts(job: Stopped, draw: random.Random) -> list[str]:
     """The journal of a job that was stopped twice, cut at any byte behind its first record."""
-    kept = job.root / "kept"
-    list(islice(job.stopped("kept", signal.SIGINT, draw), 2))
-    journal = (kept / "out.job" / "journal").read_bytes()
+    folder, saved = job.root / "cut", job.root / "saved"
+    begun = (stop for stop in job.stopped("cut", signal.SIGINT, draw, 0.8) if (folder / "out.job" / "journal").exists())
+    list(islice(begun, 2))
+    shutil.copytree(folder, saved)
+    journal = (saved / "out.job" / "journal").read_bytes()
     first, wrong = journal.index(b"\n") + 1, list[str]()
     for number in range(CUTS):
-        job.cut(kept, job.root / "cut", draw.randrange(first, len(journal) + 1))
-        wrong += job.wrong(job.root / "cut")
+        job.cut(saved, folder, draw.randrange(first, len(journal) + 1))
+        wrong += job.wrong(folder)
         print(f"\r{number + 1} cuts", end="", file=sys.stderr, flush=True)
     print(f"{CUTS} cuts of a journal of {len(journal):,} bytes, {len(wrong)} wrong")
     return wrong

@@ -368,7 +368,7 @@ def make(folder: Path, outside: Path) -> None:
 SKIPPED = {
     ".hidden.txt": "hidden", ".git": "hidden", "leak.txt": "link out of the folder",
     "leaks": "link out of the folder", "loop": "link to a folder", "gone.txt": "broken link",
-    "pipe.txt": "not a regular file", "all.zip/sub/.draft/c.txt": "hidden", "old.job": "folder of a job",
+    "pipe.txt": "not a regular file", "all.zip/sub/.draft/c.txt": "hidden", "old.job": "of a job",
 }  # fmt: skip
 
 

@@ -31,6 +31,7 @@ from moedge.computing import TorchBuild, choose_computing, find_torch
 from moedge.offload.machine.hardware import Driver, GpuInfo, GpuState, Hardware, PcieLink, shows_gpu
 from moedge.offload.machine.profile import Disk, DiskRead, Link, Machine, PinLimit
 from moedge.offload.memory import MemoryGroup
+from moedge.offload.store.manifest import LOCK
 
 GIB = 1 << 30
 OK, WARN, FAIL = Verdict.OK, Verdict.WARN, Verdict.FAIL
@@ -165,12 +166,21 @@ def test_little_room_is_to_mend_and_folders_that_cannot_be_written_are_in_the_wa
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(places, "disk_free", lambda folder: 5 * GIB)
+    assert check_stores(tmp_path).fix == "--disk-dir FOLDER on another disk"
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / LOCK).touch()
     assert "moedge models prune" in check_stores(tmp_path).fix
     assert "HF_HOME" in check_hub_cache(tmp_path, False)[0].fix
     monkeypatch.setattr(places, "_writable", lambda folder: False)
     assert check_stores(tmp_path).verdict is FAIL
     assert check_hub_cache(tmp_path, False)[0].verdict is FAIL
     assert check_state(tmp_path / "machine.json").verdict is WARN
+
+
+def test_folders_in_which_no_file_can_be_made_are_found_out() -> None:
+    """For the superuser, permissions allow everything, in /proc too."""
+    assert check_state(Path("/proc/nope/moedge/machine.json")).verdict is WARN
+    assert check_stores(Path("/proc/nope")).verdict is FAIL
 
 
 MACHINE = Machine(

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,22 @@ def test_long_documents_become_rows_of_chunks_or_errors(ask: Ask, tmp_path: Path
     assert rows(tmp_path / "error.errors.jsonl")[0]["error"]["code"] == "document_too_long"
     with pytest.raises(BadArgument, match="--each chunk gives a row"):
         ask(folder, each="chunk", long="error")
+
+
+def test_one_document_is_a_folder_of_one(ask: Ask, tmp_path: Path) -> None:
+    """What lies beside it is not read; what lies in an archive is."""
+    folder = write(tmp_path / "in", a="K1.", b="K2.")
+    ask(folder / "a.txt")
+    assert {row["id"]: row["text"] for row in rows(tmp_path / "out.jsonl")} == {"a.txt": "K1"}
+    with zipfile.ZipFile(folder / "two.zip", "w") as archive:
+        archive.writestr("c.txt", "K3.")
+        archive.writestr("d.txt", "K4.")
+    ask(folder / "two.zip", out="zip.jsonl")
+    assert {row["id"]: row["text"] for row in rows(tmp_path / "zip.jsonl")} == {
+        "two.zip/c.txt": "K3", "two.zip/d.txt": "K4",
+    }  # fmt: skip
+    with pytest.raises(BadArgument, match="absent does not exist"):
+        ask(folder / "absent")
 
 
 def test_only_what_is_new_or_changed_is_answered(ask: Ask, tmp_path: Path) -> None:

@@ -115,8 +115,20 @@ def test_globs_choose_files(folder: Path) -> None:
         "really_text.pdf",
         "from_printer.pdf",
     }
-    with pytest.raises(InputUnreadable, match="is not a folder"):
-        list(find_files(folder / "plain.txt"))
+    with pytest.raises(InputUnreadable, match="absent does not exist"):
+        list(find_files(folder / "absent"))
+
+
+def test_what_jobs_wrote_beside_documents_is_none_of_them(tmp_path: Path) -> None:
+    """The folder of a job says which files are its own: those of its name with a suffix that outputs have."""
+    outputs = ("old.csv", "old.errors.jsonl", "old.partial.jsonl", "more.v2.xlsx")
+    for name in (*outputs, "old.txt", "other.csv", "old.v2.csv", "more.csv"):
+        (tmp_path / name).write_text("text")
+    for name in ("old.job", "more.v2.job"):
+        (tmp_path / name).mkdir()
+    found = {each.path: each.skipped for each in find_files(tmp_path)}
+    assert {name for name, why in found.items() if why == "of a job"} == {*outputs, "old.job", "more.v2.job"}
+    assert {name for name, why in found.items() if why is None} == {"old.txt", "other.csv", "old.v2.csv", "more.csv"}
 
 
 @pytest.mark.slow

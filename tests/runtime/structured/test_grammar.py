@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from moedge.runtime.sampling.grammar import MAX_SCHEMA_NBYTES, SchemaError, compile_schema
+from moedge.runtime.sampling.grammar import MAX_SCHEMA_NBYTES, Lark, SchemaError, compile_schema
 from moedge.runtime.settings.errors import MissingExtra
 
 
@@ -57,6 +57,11 @@ def test_a_schema_that_is_too_much_work_is_refused_in_one_short_line(schema: dic
     assert len(str(refusal.value)) <= 300
     assert "\n" not in str(refusal.value)
     assert "%json" not in str(refusal.value) or "recursion" in str(refusal.value)
+
+
+def test_a_regex_that_is_refused_says_why() -> None:
+    with pytest.raises(SchemaError, match=r"regex parse error: error: look-around"):
+        compile_schema(Lark.of_regex("(?=x)a"))
 
 
 @pytest.mark.parametrize("wrap", [lambda schema: schema, lambda schema: {"properties": {"a": schema}}])
