@@ -25,7 +25,6 @@ if TYPE_CHECKING:
         PcieLink,
         find_driver,
         find_gpu_states,
-        nearest_existing,
         shows_gpu,
     )
     from .offload.machine.profile import SCHEMA, FlopRates, Machine, saved_path
@@ -40,7 +39,15 @@ if TYPE_CHECKING:
     from .runtime.jobs.job import Measured, Planned, Running
     from .runtime.jobs.journal.state import Counts, CutChoice, Done, Suspicion
     from .runtime.jobs.lifecycle import OpenModel, refuse_over_budget
-    from .runtime.jobs.outputs import OutputPaths, claim_output, file_sha256, is_table, schema_fields, write_table
+    from .runtime.jobs.outputs import (
+        OutputPaths,
+        claim_output,
+        file_sha256,
+        is_table,
+        keep_example,
+        schema_fields,
+        write_table,
+    )
     from .runtime.jobs.report import merge_summaries, summarise
     from .runtime.jobs.request import BatchRequest, model_facts, request_of
     from .runtime.jobs.run import OpenRow, RowReader, RowRunner, RowSource
@@ -101,6 +108,7 @@ _MODULES = {
     "find_rounds": ".runtime.jobs.status",
     "is_table": ".runtime.jobs.outputs",
     "job_id_folders": ".runtime.jobs.status",
+    "keep_example": ".runtime.jobs.outputs",
     "now_text": ".runtime.jobs.folder",
     "openai_batch": ".runtime.jobs.status",
     "schema_fields": ".runtime.jobs.outputs",
@@ -124,7 +132,6 @@ _MODULES = {
     "machine_profile": ".runtime.calibration.machine_profile",
     "measure_cache_reads": ".runtime.calibration.machine_profile",
     "memory_groups": ".offload.memory",
-    "nearest_existing": ".offload.machine.hardware",
     "saved_path": ".offload.machine.profile",
     "saved_profile": ".runtime.calibration.machine_profile",
     "shows_gpu": ".offload.machine.hardware",
@@ -359,6 +366,7 @@ __all__ = [
     "is_exhausted",
     "is_table",
     "job_id_folders",
+    "keep_example",
     "lacking",
     "last_runs",
     "lock_folder",
@@ -368,7 +376,6 @@ __all__ = [
     "memory_kills",
     "merge_summaries",
     "model_facts",
-    "nearest_existing",
     "now_text",
     "open_source",
     "openai_batch",

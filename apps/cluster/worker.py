@@ -320,7 +320,7 @@ class Worker:
         report, now = loaded.report(done, unchanged), time.monotonic()
         report.progress, job.answered.progressed = job.answered.progressed, []
         if not job.rows.held or now - loaded.summarised_at > _SUMMARY_SECONDS:
-            loaded.summarised_at, seconds = now, Seconds(loaded.load_seconds, loaded.seconds)
+            loaded.summarised_at, seconds = now, Seconds(load=loaded.load_seconds, generate=loaded.seconds)
             report.summary = summarise(loaded.model, loaded.model.chosen, Counts(), seconds)
             report.summary.bytes.written = loaded.model.nbytes_written
             report.over_budget = tuple(engine.ledger.over_budget)

@@ -39,7 +39,6 @@ from ...face import (
     host_total,
     lacking,
     memory_groups,
-    nearest_existing,
     stores,
     unusable_torch,
 )
@@ -210,8 +209,9 @@ def check_state(path: Path) -> Finding:
 
 def _writable(folder: Path) -> bool:
     """Whether a file can be made there, which permissions alone do not say."""
+    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     try:
-        with TemporaryFile(dir=nearest_existing(folder)):
+        with TemporaryFile(dir=there):
             return True
     except OSError:
         return False

@@ -10,7 +10,7 @@ from heapq import nsmallest
 from pathlib import Path
 from typing import Any
 
-from ...face import CONTINUE_CUT, ErrorCode, errors, own_name, with_own, write_atomically
+from ...face import CONTINUE_CUT, ErrorCode, errors, keep_example, own_name, with_own, write_atomically
 from .document import Document
 from .iterate import TextCache
 from .merging import Failed, Merged, Merger
@@ -32,7 +32,8 @@ class Totals:
     `documents` have all of their rows, `pending` ones lack some; `outcomes` has each of the former once: answered, cut
     (a row of it is), failed (a row of it did), or unreadable. `cut` rows reached max_tokens, answered or not.
     `filled` has every field of a schema, `lacking` the first rows without it.
-    `shortest` are (characters, id) of the shortest answers; `quotes` are those found in their text, and all.
+    `shortest` are (characters, id) of the shortest answers, `examples` the beginnings of some; `quotes` are those found
+    in their text, and all.
     """
 
     documents: int = 0
@@ -46,6 +47,7 @@ class Totals:
     lacking: dict[str, list[str]] = field(default_factory=dict)
     structured: int = 0
     shortest: list[tuple[int, str]] = field(default_factory=list)
+    examples: dict[str, str] = field(default_factory=dict)
     quotes_found: int = 0
     quotes: int = 0
 
@@ -61,6 +63,7 @@ class Totals:
         self.answered += 1
         self.finish_reasons[row["finish_reason"]] += 1
         self.cut += row["finish_reason"] == "length"
+        keep_example(self.examples, row["id"], row["text"] or "")
         self.shortest = nsmallest(_SHORTEST, [*self.shortest, (len(row["text"] or ""), row["id"])])
         if isinstance(answer := row.get("answer"), dict):
             self.structured += 1

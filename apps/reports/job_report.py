@@ -76,8 +76,8 @@ class JobReport:
     """`runs` are those of the journals in their order. `documents` is the summary of a job over documents."""
 
     PHASES: ClassVar[tuple[str, ...]] = (
-        "loading", "computing", "waiting for the disk", "waiting for the link to the GPU", "waiting for rows",
-        "all else",
+        "starting", "loading", "computing", "waiting for the disk", "waiting for the link to the GPU",
+        "waiting for rows", "all else",
     )  # fmt: skip
 
     name: str
@@ -92,6 +92,8 @@ class JobReport:
     rows_before: list[int]
     failures: list[Failures]
     settings: Mapping[str, Any]
+    # The beginnings of some answers, by the ids of their rows.
+    examples: Mapping[str, str]
     documents: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -114,6 +116,7 @@ class JobReport:
                 for code, count, first in status.failures(MOST_EXAMPLES)
             ],
             settings=_settings(status.state.opened) | _kernels(runs),
+            examples=status.examples(),
         )
 
     @classmethod
@@ -138,8 +141,18 @@ class JobReport:
             settings=_settings(job.rounds[0].state.opened)
             | _kernels(runs)
             | {k: v for k, v in job.question.items() if v},
+            examples=job.summary.get("totals", {}).get("examples", {}),
             documents=job.summary if "totals" in job.summary else {},
         )
+
+    def link(self, row_id: str) -> str | None:
+        """The address of the document that a row is about, or of the archive or mail that it lies in; else None."""
+        if (folder := self.documents.get("folder")) is None:
+            return None
+        path = Path(folder).parent / row_id if Path(folder).is_file() else Path(folder, row_id)
+        # The rows of a document that is asked about in chunks are `path#1`, `path#2` and so on.
+        ways = (path, path.with_name(path.name.rpartition("#")[0] or "#"), *path.parents)
+        return next((each.as_uri() for each in ways if each.is_file()), None)
 
     @property
     def command(self) -> str | None:
@@ -205,15 +218,16 @@ class JobReport:
         """Seconds by what a job did or waited for, over the runs that ended by themselves."""
         found = dict.fromkeys(self.PHASES, 0.0)
         for each in self.summaries:
-            seconds = {name: each["seconds"][name] or 0.0 for name in ("load", "generate", "total")}
+            seconds = {name: each["seconds"].get(name) or 0.0 for name in ("start", "load", "generate", "total")}
             stalls = {name: value or 0.0 for name, value in each["stalls"].items()}
             waited = min(sum(stalls.values()), seconds["generate"])
+            found["starting"] += seconds["start"]
             found["loading"] += seconds["load"]
             found["computing"] += seconds["generate"] - waited
             found["waiting for the disk"] += stalls.get("disk", 0.0)
             found["waiting for the link to the GPU"] += stalls.get("link", 0.0)
             found["waiting for rows"] += stalls.get("rows", 0.0)
-            found["all else"] += max(0.0, seconds["total"] - seconds["load"] - seconds["generate"])
+            found["all else"] += max(0.0, 2 * seconds["total"] - sum(seconds.values()))
         return {name: seconds for name, seconds in found.items() if seconds > 0}
 
     def expert_use(self) -> list[list[int]]:

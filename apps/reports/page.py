@@ -186,7 +186,7 @@ def _svg(label: str, width: int, height: int, parts: Iterable[str]) -> Markup:
 # What the summary of a job over documents names at most of the rows without a field.
 _MOST_LACKING = 12
 # The class of each phase in the page: a phase has its colour, whichever others there are.
-PHASES = {name: f"part-{number}" for number, name in enumerate(JobReport.PHASES)}
+PHASES = {name: f"part-{(number - 1) % 7}" for number, name in enumerate(JobReport.PHASES)}
 # The colours of the lines of one chart, by their order: those of phases, the strongest first.
 SERIES = (1, 2, 3, 4, 0, 5)
 
@@ -230,16 +230,22 @@ def _text(name: str) -> str:
     return files(__package__).joinpath(name).read_text()
 
 
+# Seconds of work of which a line over time says nothing.
+_SHORT = 10.0
+
+
 def _charts(report: JobReport) -> Iterator[tuple[str, Markup]]:
     """Those that something was recorded for."""
     breaks, rows, rates = report.breaks(), report.rows_over_time(), report.rates()
+    memory, budget = report.memory_over_time(), report.ram_budget
+    if report.seconds < _SHORT:
+        rows, rates, memory = [], [], []
     if len(rows) > 1:
         found = over_time("Rows over time", [ChartLine(rows, steps=True)], _number, breaks=breaks, most=report.num_rows)
         yield "rows", found
     if len(rates) > 1:
         expected = [ChartLine([(begin, rate), (end, rate)], "expected") for begin, end, rate in report.expected_rates()]
         yield "rates", over_time("Tokens per second over time", [*expected, ChartLine(rates)], _number, breaks=breaks)
-    memory, budget = report.memory_over_time(), report.ram_budget
     if len(memory) > 1:
         lines = [ChartLine(memory)]
         if budget is not None:

@@ -57,6 +57,7 @@ def summary_table(summary: RunSummary, verbose: bool = False) -> Table:
 
 def _lines(summary: RunSummary) -> list[tuple[str, str]]:
     rates, predicted, memory = summary.throughput, summary.predicted.generated_tok_s, summary.memory
+    seconds = summary.seconds
     estimate = "" if predicted is None else f" (estimate {speed(predicted)})"
     peaks = [f"RAM peak {gib(memory.host.peak or 0)} of {gib(memory.host.budget or 0)}"]
     if memory.device is not None:
@@ -67,7 +68,11 @@ def _lines(summary: RunSummary) -> list[tuple[str, str]]:
             "speed",
             f"{speed(rates.generated_tok_s or 0)} generated{estimate}, {speed(rates.prompt_tok_s or 0)} prompt",
         ),
-        ("time", f"{duration(summary.seconds.total or 0)}, including {duration(summary.seconds.load or 0)} to load"),
+        (
+            "time",
+            f"{duration(seconds.total or 0)}, of which {duration(seconds.start or 0)} to start and "
+            f"{duration(seconds.load or 0)} to load",
+        ),
         ("memory", ", ".join(peaks)),
         *_workers(summary),
     ]

@@ -95,7 +95,7 @@ def _point(loaded: LoadedModel, load: Load, count: int, heap: Heap) -> dict[str,
         counts, seconds = _run(loaded, load, count, heap)
     workload = equal_rows(count, load.prompt_tokens, load.max_tokens)
     planned = with_workload(loaded.chosen, loaded.policy.plan, workload)
-    summary = summarise(loaded, planned, counts, Seconds(0.0, seconds, seconds)).as_dict()
+    summary = summarise(loaded, planned, counts, Seconds(load=0.0, generate=seconds, total=seconds)).as_dict()
     measured = planned.request.costs.rates.measured
     # What the products, attention and overheads of these passes take at the rates of the machine.
     computing = planned.prediction.busy_s["compute"] / planned.correction / seconds if measured else None

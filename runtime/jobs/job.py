@@ -298,6 +298,7 @@ class Running:
             self.session.journal.state, measured.file, measured.order, _failures(claim, invalid), claim.earlier
         )
         self._seconds: float | None = None
+        self._started = max(0.0, time.perf_counter() - self._checked.begun - loaded.load_seconds)
         self._log = RunLog(self.session.folder.runs)
 
     @property
@@ -375,7 +376,7 @@ class Running:
 
     def _summary(self) -> RunSummary:
         total = time.perf_counter() - self._checked.begun
-        seconds = Seconds(self.executor.load_seconds, self._seconds, total)
+        seconds = Seconds(self._started, self.executor.load_seconds, self._seconds, total)
         summary = self.executor.summary(self.session.journal.state.counts, seconds)
         summary.model = {**summary.model, "generation_config": dict(self._checked.sampling.values)}
         return summary

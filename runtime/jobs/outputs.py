@@ -14,7 +14,8 @@ from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from hashlib import file_digest, sha256
+from hashlib import blake2b, file_digest, sha256
+from heapq import nsmallest
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -285,6 +286,22 @@ class _File(io.RawIOBase):
         self._sink(view)
         self._nbytes += len(view)
         return len(view)
+
+
+# Of how many answers a report shows how many characters.
+_SHORTEST, _DRAWN, _SHOWN_CHARS = 5, 5, 600
+
+
+def keep_example(examples: dict[str, str], row_id: str, text: str) -> None:
+    """Adds the beginning of an answer to `examples`, by the id of its row, and keeps the shortest and some others.
+
+    The others have the smallest hashes of their ids: a uniform sample of all that were added, the same in every report.
+    """
+    examples[row_id] = text[:_SHOWN_CHARS]
+    shortest = set(nsmallest(_SHORTEST, examples, key=lambda each: (len(examples[each]), each)))
+    others = set(examples) - shortest
+    for each in others.difference(nsmallest(_DRAWN, others, key=lambda each: blake2b(each.encode()).digest())):
+        del examples[each]
 
 
 @dataclass(frozen=True, slots=True)

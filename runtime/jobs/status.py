@@ -18,9 +18,9 @@ from platformdirs import user_state_path
 from ..settings.applications import hooks
 from ..settings.errors import JobInUse, JobMismatch, JobNotFound, OutputExists, counted
 from .folder import JobFolder, JobLock, now_text
-from .journal.journal import Journal, Repaired, read_answer, repair
+from .journal.journal import Journal, Repaired, read_answer, read_answers, repair
 from .journal.state import FINISHED, Counts, Done, JobState, read_state
-from .outputs import OutputPaths, check_folder, export_partial
+from .outputs import OutputPaths, check_folder, export_partial, keep_example, records
 
 
 class JobPhase(StrEnum):
@@ -80,6 +80,15 @@ class JobStatus:
         """(code, how many rows failed with it, the first `most` of them)."""
         for code, rows in self.state.failures().items():
             yield code, len(rows), [read_answer(self.folder.journal, row, at) for row, at in rows[:most]]
+
+    def examples(self) -> dict[str, str]:
+        """The beginnings of some answers by the ids of their rows: the shortest, and others at random."""
+        found: dict[str, str] = {}
+        for done in read_answers(self.folder.journal, self.state):
+            for each in records(done.line, None):
+                if (text := each.get("text")) is not None:
+                    keep_example(found, each["id"], text)
+        return found
 
     @property
     def output(self) -> Path:

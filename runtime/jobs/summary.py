@@ -58,6 +58,9 @@ class Tokens:
 
 @dataclass(slots=True)
 class Seconds:
+    """`start` is what comes before loading: imports, tokens that are counted, the plan."""
+
+    start: Amount | None = None
     load: Amount | None = None
     generate: Amount | None = None
     total: Amount | None = None

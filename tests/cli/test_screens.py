@@ -241,7 +241,7 @@ def job(shown: Shown, ctrl_c: CtrlC, monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def measured(counts: Counts) -> RunSummary:
     """The summary of a run that computed 576 prompt tokens and found 1,012 in the cache, with fixed measurements."""
     summary = summarise_rows(counts)
-    summary.seconds = Seconds(12.0, 36.0, 48.5)
+    summary.seconds = Seconds(0.5, 12.0, 36.0, 48.5)
     summary.throughput = Throughput(16.0, 28.4)
     summary.predicted.generated_tok_s = 31.0
     summary.passes = Passes(9, 42.0, 32.0)

@@ -42,7 +42,8 @@ def summary(disk: int, peak: int) -> RunSummary:
 
 def test_numbers_of_workers_add_up_and_the_dead_have_no_memory() -> None:
     metrics = Metrics(passes=4, pass_tokens=40, pass_sequences=8, prompt_tokens=20, generated_tokens=10)
-    found = merge_summaries([summary(5, 70).without_memory(), summary(15, 30)], metrics, Counts(), Seconds(None, 2.0))
+    seconds = Seconds(generate=2.0)
+    found = merge_summaries([summary(5, 70).without_memory(), summary(15, 30)], metrics, Counts(), seconds)
     assert (found.bytes.disk_to_host, found.bytes.disk_per_token) == (20, 2.0)
     assert found.memory.host == TierMemory(100, 30)
     assert (found.throughput.prompt_tok_s, found.throughput.generated_tok_s) == (10.0, 5.0)

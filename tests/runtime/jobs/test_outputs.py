@@ -1,11 +1,13 @@
 """Case I15 of the failure table: what a job must not write to."""
 
 import os
+import random
+from hashlib import blake2b
 from pathlib import Path
 
 import pytest
 
-from moedge.runtime.jobs.outputs import claim_output
+from moedge.runtime.jobs.outputs import claim_output, keep_example
 from moedge.runtime.settings.errors import OutputExists, OutputRefused
 
 
@@ -84,3 +86,17 @@ def test_a_folder_that_is_not_writable_is_refused(tmp_path: Path, source: Path) 
 
 def test_the_standard_input_is_no_file_to_compare_with(tmp_path: Path) -> None:
     assert claim_output(tmp_path / "out.jsonl", "-").out == tmp_path / "out.jsonl"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_examples_are_the_shortest_answers_and_a_sample_of_the_others(seed: int) -> None:
+    """In whatever order rows come: those that were short for a while are drawn as fairly as all others."""
+    draw = random.Random(seed)
+    rows = {f"r{number}": "x" * draw.randrange(1, 900) for number in range(200)}
+    order = draw.sample(sorted(rows), len(rows))
+    found: dict[str, str] = {}
+    for each in order:
+        keep_example(found, each, rows[each])
+    by_length = sorted(rows, key=lambda each: (len(rows[each][:600]), each))
+    others = sorted(by_length[5:], key=lambda each: blake2b(each.encode()).digest())
+    assert found == {each: rows[each][:600] for each in (*by_length[:5], *others[:5])}

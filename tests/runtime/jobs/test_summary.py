@@ -50,7 +50,7 @@ def full() -> RunSummary:
         command="moedge run",
         model={"id": "a"},
         plan={"tokens_per_pass": 3},
-        seconds=Seconds(1.0, 2.0, 3.0),
+        seconds=Seconds(0.5, 1.0, 2.0, 3.5),
         throughput=Throughput(5.0, 10.0),
         predicted=Predicted(2.0, 5.0, 10.0, 3.0, 2.0, "disk", 1, 2, 3),
         latency=Latency(times, times, times),
