@@ -1,6 +1,6 @@
 """What continuous batching gains: static, request-level and continuous batching of the same rows through one engine.
 
-    python -m bench.batching [--model MODEL] [--ram 2GiB] [--rows 128] [--sequences 32] [--plot docs/batching.svg]
+    python -m bench.batching [--model MODEL] [--ram 2GiB] [--rows 128] [--sequences 32]
 
 Prompt and answer lengths are lognormal, as those of real requests are. All three run passes of the same engine; only
 what is added to it when differs:
@@ -42,7 +42,7 @@ DEMO = Path(__file__).parents[1] / "examples" / "tiny_moe" / "model"
 # Of the logarithm; answers of chats spread about as much (ShareGPT: 0.9 to 1.1).
 SIGMA = 0.9
 LONGEST = 256
-COLOURS = {"static": "#b0413e", "request-level": "#d9a441", "continuous": "#2f6f8f"}
+POLICIES = ("static", "request-level", "continuous")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,22 +122,6 @@ def print_table(outcomes: dict[str, Outcome], rows: list[Row]) -> None:
         print(f"| {' | '.join(cells)} |")
 
 
-def plot(outcomes: dict[str, Outcome], size: int, out: Path) -> None:
-    """Sequences at work over passes, as SVG."""
-    from bench.picture import pyplot
-
-    with pyplot() as plt:
-        figure, panel = plt.subplots(figsize=(8, 3.2))
-        for policy, outcome in outcomes.items():
-            live = [min(one, size) for one in [*outcome.useful, 0]]
-            panel.plot(live, color=COLOURS[policy], label=f"{policy}: {len(outcome.useful):,} passes")
-        panel.set(xlabel="passes", ylabel="answer tokens a pass")
-        panel.grid(visible=True, color="#e4e4e4")
-        panel.legend(frameon=False)
-        figure.tight_layout()
-        figure.savefig(out, format="svg", facecolor="white", metadata={"Date": None})
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(DEMO))
@@ -147,10 +131,9 @@ def main() -> None:
     parser.add_argument("--answer", type=float, default=32, help="mean tokens of an answer")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--ram", default="2GiB")
-    parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     rows = make_rows(options.rows, options.prompt, options.answer)
-    outcomes = {policy: Outcome() for policy in COLOURS}
+    outcomes = {policy: Outcome() for policy in POLICIES}
     with open_source(options.model) as source:
         settings = Settings(max_sequences=options.sequences, tokens_per_pass=512)
         host_nbytes = Budgets(ram=options.ram).host_nbytes()
@@ -160,8 +143,6 @@ def main() -> None:
                 for policy, outcome in outcomes.items():
                     run(loaded.engine, policy, rows, options.sequences, outcome)
     print_table(outcomes, rows)
-    if options.plot:
-        plot(outcomes, options.sequences, options.plot)
 
 
 if __name__ == "__main__":

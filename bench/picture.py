@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
-from collections.abc import Container, Iterator
-from contextlib import contextmanager
+from collections.abc import Container
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,12 @@ BEGIN = "<!-- python -m bench.picture writes this table -->"
 END = "<!-- end of the table -->"
 BEGIN_ALL = "<!-- python -m bench.picture writes these tables -->"
 END_ALL = "<!-- end of the tables -->"
-ENGINES = {"moedge": "#0b6e8f", "llama.cpp": "#b0413e", "accelerate": "#d08a1d", "transformers": "#7a6aa8"}
+ENGINES = ("moedge", "llama.cpp", "accelerate", "transformers")
 Record = dict[str, Any]
 SHOWN = ("four bits in 1.5 GiB", "bf16 in 3 GiB", "in memory, Zen 4")
 SHOWN_SEQUENCES = ("1", "8", "32", "128")
 # What models of bench.make_model are; README's text says it of the table.
-FIRST_LINE = "A mixture of 7 GB in bf16 whose weights are random, in a real shape, on two CPU cores"
+MODEL = "a mixture of 7 GB in bf16, random weights in a real shape, two CPU cores"
 
 
 def best(record: Record) -> dict[str, dict[int, float]]:
@@ -129,57 +130,66 @@ def between(page: str, begin: str, end: str, text: str) -> str:
     return pattern.sub(lambda _: f"{begin}\n{text}\n{end}", page)
 
 
-@contextmanager
-def pyplot() -> Iterator[Any]:
-    """matplotlib.pyplot for SVG files whose text is text, and whose bytes depend on the figures alone."""
-    import matplotlib as mpl
-
-    mpl.use("svg")
-    from matplotlib import pyplot as plt
-
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "moedge", "font.family": "sans-serif"}):
-        yield plt
-    plt.close("all")
+# In pixels: as wide as the text of README where repositories are read.
+WIDTH, HEIGHT = 830, 380
+LEFT, RIGHT, TOP, BOTTOM = 56, 16, 66, 58
+STYLE = """text { font: 13px system-ui, sans-serif; fill: #1f2328; } .small { font-size: 11px; fill: #59636e; }
+.title { font-size: 14px; font-weight: 600; } .grid { stroke: #d1d9e0; } .moedge { fill: #0b6e8f; }
+.llama { fill: #b0413e; } .transformers { fill: #7a6aa8; } .back { fill: #ffffff; }
+@media (prefers-color-scheme: dark) { text { fill: #f0f6fc; } .small { fill: #9198a1; } .grid { stroke: #3d444d; }
+.moedge { fill: #4cb4d8; } .llama { fill: #e5827e; } .transformers { fill: #b3a4e0; } .back { fill: #0d1117; } }"""
 
 
-def draw(records: list[Record], out: Path) -> None:
-    """An SVG on white, so that it is read on light and on dark pages."""
-    with pyplot() as plt:
-        figure, panels = plt.subplots(
-            1, len(records), figsize=(max(4.6 * len(records), 6.4), 3.4), squeeze=False, sharey=True
-        )
-        for panel, record in zip(panels[0], records, strict=True):
-            draw_panel(panel, record)
-        panels[0][0].set_ylabel("generated tokens/s")
-        figure.suptitle(FIRST_LINE, fontsize=9)
-        figure.text(0.01, 0.01, footnote(records), fontsize=7, color="#666")
-        figure.tight_layout(rect=(0, 0.04, 1, 1))
-        figure.savefig(out, format="svg", facecolor="white", metadata={"Date": None})
+def draw(record: Record, out: Path) -> None:
+    """An SVG of bars on a linear axis, a group for each number of sequences; it follows a page's light or dark."""
+    speeds = best(record)
+    counts = sorted({one for found in speeds.values() for one in found})
+    step = tick_step(max(speed for found in speeds.values() for speed in found.values()))
+    most = step * math.ceil(max(speed for found in speeds.values() for speed in found.values()) / step)
+
+    def y_of(tokens_per_second: float) -> float:
+        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * tokens_per_second / most
+
+    title = f"{record['title'][0].upper()}{record['title'][1:]}: {MODEL}"
+    parts = [text(16, 24, title, "title", "start")]
+    for number in range(round(most / step) + 1):
+        y = y_of(number * step)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(text(LEFT - 8, y + 4, f"{number * step:g}", "small", "end"))
+    group = (WIDTH - LEFT - RIGHT) / len(counts)
+    width = 0.7 * group / len(speeds)
+    for place, count in enumerate(counts):
+        middle = LEFT + group * (place + 0.5)
+        parts.append(text(middle, HEIGHT - BOTTOM + 18, str(count), "", "middle"))
+        for number, (engine, found) in enumerate(speeds.items()):
+            if count in found:
+                x, y = middle + width * (number - len(speeds) / 2), y_of(found[count])
+                name, tall = engine.split(".")[0], HEIGHT - BOTTOM - y
+                parts.append(
+                    f'<rect class="{name}" x="{x + 2:.1f}" y="{y:.1f}" width="{width - 4:.1f}" height="{tall:.1f}"/>'
+                )
+                parts.append(text(x + width / 2, y - 5, speed(found[count]), "", "middle"))
+    for number, engine in enumerate(speeds):
+        x = 16 + 110 * number
+        parts.append(f'<rect class="{engine.split(".")[0]}" x="{x}" y="36" width="12" height="12"/>')
+        parts.append(text(x + 18, 47, engine, "", "start"))
+    parts.append(text(16 + 110 * len(speeds), 47, "generated tokens/s, by sequences of a pass", "small", "start"))
+    parts.append(text(16, HEIGHT - 12, machine(record), "small", "start"))
+    body = "\n".join(parts)
+    out.write_text(
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}">\n'
+        f'<style>{STYLE}</style>\n<rect class="back" width="{WIDTH}" height="{HEIGHT}"/>\n{body}\n</svg>\n'
+    )
 
 
-def draw_panel(panel: Any, record: Record) -> None:
-    """Both axes are logarithmic: engines differ by factors."""
-    for engine, speeds in best(record).items():
-        color, above = ENGINES[engine], engine == "moedge"
-        panel.plot(list(speeds), list(speeds.values()), color=color, marker="o", label=engine)
-        # Of a third engine the labels would lie over those of the second; the table has its figures.
-        for at in speeds.items() if engine != "transformers" else ():
-            panel.annotate(
-                speed(at[1]), at, textcoords="offset points", xytext=(0, 6 if above else -13), ha="center",
-                fontsize=8, color=color,
-            )  # fmt: skip
-    panel.set(xscale="log", yscale="log", xlabel="sequences", title=record["title"])
-    counts = sorted({one for speeds in best(record).values() for one in speeds})
-    panel.set_xticks(counts, [str(one) for one in counts])
-    panel.yaxis.set_major_formatter("{x:g}")
-    panel.minorticks_off()
-    panel.margins(x=0.12, y=0.18)
-    panel.grid(visible=True, color="#e4e4e4")
-    panel.legend(frameon=False, loc="lower right")
+def tick_step(most: float) -> float:
+    """1, 2 or 5 times a power of ten, of which `most` has four to nine."""
+    power = 10.0 ** math.floor(math.log10(most / 4))
+    return power * max(factor for factor in (1, 2, 5) if power * factor <= most / 4)
 
 
-def footnote(records: list[Record]) -> str:
-    return "; ".join(sorted(set(map(machine, records))))
+def text(x: float, y: float, shown: str, name: str, anchor: str) -> str:
+    return f'<text class="{name}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(shown)}</text>'
 
 
 def main() -> None:
@@ -190,7 +200,7 @@ def main() -> None:
     parser.add_argument("--performance", type=Path, help="the page of all settings and roofs")
     options = parser.parse_args()
     records = [json.loads(file.read_text()) for file in options.records]
-    draw(shown(records)[:1], options.out)
+    draw(shown(records)[0], options.out)
     if options.readme:
         options.readme.write_text(with_table(options.readme.read_text(), records))
     if options.performance:

@@ -1,8 +1,8 @@
 """How costs grow: by rows of a job, sequences of a pass, tokens of a context, and experts and layers of a model.
 
-    python -m bench.scale --record docs/scale.json --plot docs/scale.svg --page scale.html
-    python -m bench.scale --record docs/scale.json --only sequences context     the others stay as recorded
-    python -m bench.scale --record docs/scale.json --plot docs/scale.svg --draw  draws what is recorded
+    python -m bench.scale --record bench/results/scale.json --page scale.html
+    python -m bench.scale --record bench/results/scale.json --only sequences context     the others stay as recorded
+    python -m bench.scale --record bench/results/scale.json --draw --page scale.html
 
 No model computes: jobs run with the fake engine of the tests, passes are scheduled and packed over a KV cache without
 bytes, and the planner plans models of which nothing but the shape exists. So this is all that moedge adds to a model's
@@ -31,7 +31,6 @@ import numpy as np
 import torch
 
 from bench.kv_waste import GROUP, NoMemory
-from bench.picture import pyplot
 from moedge.apps.reports.page import ChartLine, Figure, by_count, figures_page
 from moedge.apps.serve.policy import interactive_first
 from moedge.moe.expert import group_by_expert
@@ -391,30 +390,6 @@ def _figure(x: str, unit: str, laws: list[Law]) -> Figure:
     return Figure(title, chart, [law.name for law in laws], head=head, rows=rows)
 
 
-def plot(laws: list[Law], out: Path) -> None:
-    """A panel for each x and unit, on white; labels carry the slopes."""
-    kinds = list(dict.fromkeys((law.x, law.unit) for law in laws))
-    with pyplot() as plt:
-        figure, panels = plt.subplots(math.ceil(len(kinds) / 2), 2, figsize=(11, 4.6 * math.ceil(len(kinds) / 2)))
-        for panel in panels.flat[len(kinds) :]:
-            panel.axis("off")
-        for panel, (x, unit) in zip(panels.flat, kinds, strict=False):
-            for law in (each for each in laws if (each.x, each.unit) == (x, unit)):
-                drawn = [(at, cost) for at, cost in law.points if cost > 0]
-                panel.plot(*zip(*drawn, strict=True), marker="o", markersize=3, label=f"{law.slope:.2f}  {law.name}")
-            panel.set(xscale="log", yscale="log", xlabel=x, ylabel="seconds" if unit == "s" else "bytes")
-            panel.grid(visible=True, color="#e4e4e4")
-            panel.minorticks_off()
-            ticks = sorted({at for law in laws if (law.x, law.unit) == (x, unit) for at, _ in law.points})
-            if ticks[-1] < 100 * ticks[0]:
-                panel.set_xticks(ticks, [f"{at:,.0f}" for at in ticks])
-            # Above the panel: there are lines everywhere in it.
-            above = {"loc": "lower left", "bbox_to_anchor": (0, 1), "alignment": "left"}
-            panel.legend(frameon=False, fontsize=7, title="slope", title_fontsize=7, **above)
-        figure.tight_layout()
-        figure.savefig(out, format="svg", facecolor="white", metadata={"Date": None})
-
-
 def measured(groups: Iterable[str], largest: int | None) -> Iterator[Law]:
     for group in groups:
         measure, counts = MEASURES[group]
@@ -429,7 +404,6 @@ def main() -> int:
     parser.add_argument("--largest", type=int, help="leave larger numbers out")
     parser.add_argument("--record", type=Path, help="the JSON file with all points; laws that are not measured stay")
     parser.add_argument("--draw", action="store_true", help="measure nothing")
-    parser.add_argument("--plot", type=Path, help="an SVG file")
     parser.add_argument("--page", type=Path, help="an HTML file")
     options = parser.parse_args()
     before = json.loads(options.record.read_text()) if options.record and options.record.exists() else None
@@ -443,8 +417,6 @@ def main() -> int:
         parser.error("--draw needs a --record that is there")
     if options.record and not options.draw:
         options.record.write_text(json.dumps(record, indent=1) + "\n")
-    if options.plot:
-        plot(laws_of(record), options.plot)
     if options.page:
         options.page.write_text(page(record))
     print(table(laws_of(record)))

@@ -1,7 +1,9 @@
 """README's table and picture show what was recorded."""
 
 import json
+import math
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -29,9 +31,7 @@ def test_the_readme_shows_the_records() -> None:
     assert picture.with_tables(performance, records) == performance
     drawn = (Path(ROOT) / "docs" / "under-a-ceiling.svg").read_text()
     one = picture.shown(records)[0]
-    # Only these two have labels.
-    labelled = (found for engine, found in picture.best(one).items() if engine in ("moedge", "llama.cpp"))
-    speeds = [speed for found in labelled for speed in found.values()]
+    speeds = [speed for found in picture.best(one).values() for speed in found.values()]
     assert speeds
     assert all(f">{picture.speed(speed)}<" in drawn for speed in speeds)
     assert one["date"] in drawn
@@ -48,8 +48,21 @@ def test_a_page_without_the_comments_is_refused() -> None:
         picture.with_table("text", [record("a")])
 
 
-def test_the_same_records_give_the_same_picture(tmp_path: Path) -> None:
-    records = [record("a", moedge={1: 3.0, 8: 9.0}), record("b", moedge={1: 1.0})]
-    for name in ("one.svg", "two.svg"):
-        picture.draw(records, tmp_path / name)
-    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
+def test_the_axis_holds_every_bar_and_has_few_lines() -> None:
+    for most in (0.3, 3.0, 9.99, 10.0, 142.0, 4999.0):
+        step = picture.tick_step(most)
+        assert 4 <= most / step < 10
+        assert step / 10 ** math.floor(math.log10(step)) in (1, 2, 5)
+
+
+def test_a_picture_is_of_its_record_alone(tmp_path: Path) -> None:
+    drawn = []
+    for speed in (9.0, 9.0, 8.0):
+        picture.draw(record("a <b>", moedge={1: 3.0, 8: speed}, **{"llama.cpp x": {1: 2.5}}), tmp_path / "one.svg")
+        drawn.append((tmp_path / "one.svg").read_text())
+    assert drawn[0] == drawn[1] != drawn[2]
+    tree = ElementTree.fromstring(drawn[0])
+    bars = {
+        each.get("class"): each for each in tree.iter("{http://www.w3.org/2000/svg}rect") if each.get("height") != "12"
+    }
+    assert float(bars["moedge"].get("height")) > float(bars["llama"].get("height")) > 0

@@ -25,7 +25,7 @@ from bench import ROOT
 # empty folder.
 COMMANDS: dict[str, tuple[str, ...]] = {
     "make_model": ("--shape toy --skew --out {out}/skewed",),
-    "batching": ("--rows 8 --sequences 4 --answer 4 --repeats 1 --plot {out}/plot.svg",),
+    "batching": ("--rows 8 --sequences 4 --answer 4 --repeats 1",),
     "compare": (
         "--model {model} --batches 1 2 --new 3 --prompts 2x16 --repeats 1 --ram {ram} --moedge none --products "
         "--transformers {transformers} --scratch {out} --record {out}/record.json",
@@ -73,7 +73,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     ),
     "routing": ("--help",),
     "scale": (
-        "--only sequences experts --largest 64 --record {out}/scale.json --plot {out}/scale.svg --page {out}/s.html",
+        "--only sequences experts --largest 64 --record {out}/scale.json --page {out}/s.html",
         "--draw --record {out}/scale.json",
     ),
     "structured": ("--rows 4 --repeats 1 --max-sequences 4",),

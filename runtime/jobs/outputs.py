@@ -299,9 +299,14 @@ def keep_example(examples: dict[str, str], row_id: str, text: str) -> None:
     """
     examples[row_id] = text[:_SHOWN_CHARS]
     shortest = set(nsmallest(_SHORTEST, examples, key=lambda each: (len(examples[each]), each)))
-    others = set(examples) - shortest
-    for each in others.difference(nsmallest(_DRAWN, others, key=lambda each: blake2b(each.encode()).digest())):
+    others = examples.keys() - shortest
+    drawn = nsmallest(_DRAWN, others, key=_rank)
+    for each in others.difference(drawn):
         del examples[each]
+
+
+def _rank(row_id: str) -> bytes:
+    return blake2b(row_id.encode()).digest()
 
 
 @dataclass(frozen=True, slots=True)
