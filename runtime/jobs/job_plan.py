@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...offload.machine.bystanders import is_busy
 from ...offload.machine.hardware import Hardware, find_gpus, find_hardware
 from ...offload.machine.profile import Machine, load_machine, read_machine, saved_path
 from ...offload.store.stores import DiskSpace, default_root
@@ -20,6 +21,7 @@ from ..plan.placement import Plan, Workload
 from ..plan.plan_file import (
     BESIDE_PASSES,
     PastRun,
+    are_off,
     corrections,
     formats_key,
     formats_of,
@@ -91,7 +93,14 @@ class _Machine:
         from ..calibration.machine_profile import machine_profile
 
         files = sorted(weights.glob("*.safetensors"))
-        return replace(self, profile=machine_profile(budgets.disk_dir or default_root(), files=files))
+        again = not is_busy() and self.is_off
+        return replace(self, profile=machine_profile(budgets.disk_dir or default_root(), again, files))
+
+    @property
+    def is_off(self) -> bool:
+        """Whether jobs since the profile was measured say that it is wrong."""
+        profile = self.profile
+        return profile is not None and are_off(last_runs(ALL_RUNS), machine_key(self.hardware), profile.measured_at)
 
     def request(
         self, shape: ModelShape, settings: Settings, on_disk: tuple[MemoryBudget, Prepared], workload: Workload
@@ -145,14 +154,14 @@ def plan_job(
     """The best plan within `budget`, which `budgets` came to on this machine; or the plan in the file `saved`.
 
     Kernels of the CPU that are wrong on this model's widths are not used (loading/selftest.py). A machine without a
-    profile, or with one that was measured beside other programs, is measured first where the job or its loading is
-    long. Raises DoesNotFit, SettingError.
+    profile, or with one that was measured beside other programs or that three jobs on end were off by two, is measured
+    first where the job or its loading is long. Raises DoesNotFit, SettingError.
     """
     machine, settings = _Machine.here(budgets), source.settle(settings)
     headers = Headers(source.name, source.shape, source.weights, source.recipe)
     on_disk = _with_disk(budget, budgets, settings, headers)
     result = _solve(machine.request(source.shape, settings, on_disk, workload), saved)
-    if (machine.profile is None or machine.profile.is_provisional) and (
+    if (machine.profile is None or machine.profile.is_provisional or machine.is_off) and (
         result.prediction.total_s > LONG_SECONDS or result.prediction.loading_s > LONG_LOADING_SECONDS
     ):
         measured = machine.measured(budgets, source.weights)

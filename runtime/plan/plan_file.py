@@ -97,6 +97,17 @@ def corrections(records: Sequence[PastRun], machine: str, shape: str, formats: s
     return {name: ratios[0] for name, ratios in newest if ratios}
 
 
+# So many runs on end that are all off by so much, in the same direction, show that the profile is wrong.
+_RUNS_OFF, FAR_OFF = 3, 2.0
+
+
+def are_off(records: Sequence[PastRun], machine: str, since: str) -> bool:
+    """Whether the newest runs on a machine, all of them after `since`, when its profile was measured, took twice as
+    long as predicted, or half as long; `records` come newest first."""
+    ratios = [each.ratio for each in records if each.machine == machine and each.at > since][:_RUNS_OFF]
+    return len(ratios) == _RUNS_OFF and (min(ratios) >= FAR_OFF or max(ratios) <= 1 / FAR_OFF)
+
+
 def _kind(formats: str) -> str:
     """What a `formats_key` says beside the weight format."""
     return formats.partition(" ")[2]

@@ -13,6 +13,7 @@ from moedge.runtime.jobs import job_plan
 from moedge.runtime.jobs.job_plan import plan_job
 from moedge.runtime.plan.loading_cost import LoadingSpeeds
 from moedge.runtime.plan.placement import Workload
+from moedge.runtime.plan.plan_file import PastRun, machine_key
 from moedge.runtime.plan.rates import rates_of
 from moedge.runtime.settings.settings import Budgets, MemoryBudget, Settings
 from moedge.runtime.source.model_source import open_source
@@ -68,6 +69,27 @@ def test_a_machine_that_was_measured_beside_others_is_measured_again_before_a_lo
     assert planned(32, 24 * GIB, replace(MEASURED, others=0.9))
     assert not planned(32, 24 * GIB, replace(MEASURED, others=0.1))
     assert not planned(2, 24 * GIB, replace(MEASURED, others=0.9))
+
+
+def test_a_machine_whose_profile_three_jobs_contradict_is_measured_again(
+    planned: Callable[..., bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Newest first: all off by two in the same direction, on this machine, since it was measured."""
+    profile = replace(MEASURED, measured_at="2026-11-02T00:00:00+00:00")
+
+    def measured_after(*ratios: float, day: int = 3, machine: Hardware = HARDWARE) -> bool:
+        at = f"2026-11-{day:02}T00:00:00+00:00"
+        run = PastRun(at, machine_key(machine), "m", "s", "f", "disk", 1.0, 2.0, 3.0, 4, 5)
+        monkeypatch.setattr(job_plan, "last_runs", lambda _: [replace(run, ratio=ratio) for ratio in ratios])
+        return planned(32, 24 * GIB, profile)
+
+    assert measured_after(2.5, 2.1, 3.0, 1.0)
+    assert measured_after(0.4, 0.3, 0.5)
+    assert not measured_after(2.5, 1.9, 3.0, 4.0)
+    assert not measured_after(2.5, 0.4, 2.5)
+    assert not measured_after(2.5, 2.5)
+    assert not measured_after(2.5, 2.5, 2.5, day=1)
+    assert not measured_after(2.5, 2.5, 2.5, machine=replace(HARDWARE, cpu="another"))
 
 
 def test_a_checkpoint_is_read_as_fast_as_older_files() -> None:
