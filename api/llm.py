@@ -447,8 +447,10 @@ class AsyncLLM:
 
     def _next(self, ahead: deque[_Asked]) -> Request | None:
         """The next request that can run; those that cannot are answered."""
-        while not self._ended and (asked := _taken(ahead, self._arrived)) is not None:
+        while (asked := _taken(ahead, self._arrived)) is not None:
             try:
+                if self._ended:
+                    raise EngineUnavailable(_CLOSED)
                 request = self._llm._request(asked.body, asked.endpoint, asked.params, 0, "prompt")
             except BaseException as error:
                 asked.fail(error)

@@ -162,6 +162,9 @@ class NoSlots:
     def shard(self, key: ShardKey) -> torch.Tensor:
         raise KeyError(key)
 
+    def take(self, entering: ShardKey, view: torch.Tensor) -> torch.Tensor | None:
+        return None
+
     def swap(self, leaving: ShardKey, entering: ShardKey, view: torch.Tensor) -> torch.Tensor:
         raise KeyError(leaving)
 

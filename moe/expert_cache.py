@@ -69,8 +69,12 @@ class Popular:
             return None
         leaving.remove(found)
         self._held.remove(found)
-        self._held.add(entering)
+        self.hold(entering)
         return found
+
+    def hold(self, entering: ShardKey) -> None:
+        """`entering` is held from now on."""
+        self._held.add(entering)
 
     def _probability(self, key: ShardKey) -> float:
         return float(self._probabilities[key.layer][key.expert])
@@ -84,6 +88,9 @@ class SlotMemory(Protocol):
 
     def shard(self, key: ShardKey) -> torch.Tensor:
         """The slot of a held expert."""
+
+    def take(self, entering: ShardKey, view: torch.Tensor) -> torch.Tensor | None:
+        """Copies `entering`, whose bytes are `view`, into a free slot, and returns it; None where none is free."""
 
     def swap(self, leaving: ShardKey, entering: ShardKey, view: torch.Tensor) -> torch.Tensor:
         """Copies `entering`, whose bytes are `view`, into the slot of `leaving`, and returns that slot."""
@@ -112,7 +119,12 @@ class ExpertSlots:
         return self._weights[layer][expert]
 
     def offer(self, entering: ShardKey, view: torch.Tensor, may_leave: Callable[[ShardKey], bool]) -> bool:
-        """Lets `entering`, whose bytes are `view`, evict an expert that `may_leave`. Returns whether it did."""
+        """Lets `entering`, whose bytes are `view`, take a free slot, or else evict an expert that `may_leave`. Returns
+        whether it evicted one."""
+        if (slot := self._memory.take(entering, view)) is not None:
+            self.policy.hold(entering)
+            self._weights[entering.layer][entering.expert] = self.bind(entering, slot)
+            return False
         leaving = self.policy.victim(entering, may_leave)
         if leaving is not None:
             self.swap(leaving, entering, view)

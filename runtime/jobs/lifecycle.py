@@ -29,7 +29,7 @@ from ..plan.placement import Plan, Workload
 from ..plan.planner import PlanResult
 from ..sampling.params import SequenceSampling
 from ..settings.errors import OverBudget, SettingError
-from ..settings.settings import Budgets, Settings
+from ..settings.settings import MIB, Budgets, Settings
 from ..source.model_source import ModelSource, open_source
 from ..text.tokenizer import Tokenizer
 from ..weights.key_offsets import MAX_TOKENS, TEXT, KeyOffsets
@@ -138,11 +138,26 @@ def _run_alone(loaded: LoadedEngine, live: int, length: int, generated: int, tok
     return sum(sequence.finish_reason == "error" for sequence in loaded.engine.run())
 
 
+# What the process may grow by beside passes, as a share of the budget and at least: rows, answers, tables, the heap.
+_LEFT_SHARE, _LEFT_NBYTES = 0.04, 64 * MIB
+
+
 def profile_model(loaded: LoadedModel, workload: Workload) -> None:
-    """Runs the worst pass of the workload once. Raises DoesNotFit where a budget is too small for it."""
-    text = prompt_tokens(loaded.tokenizer.encode(TEXT)[:MAX_TOKENS], loaded.source.shape.vocab)
-    rehearse(loaded.engine, loaded.policy.plan, workload, text)
-    loaded.engine.ledger.measure().check()
+    """Runs the worst pass of the workload once, and lets more experts stay in the memory that it left.
+
+    A plan reserves bounds, and this pass shows what is needed. Raises DoesNotFit where a budget is too small for it.
+    """
+    text, plan = (
+        prompt_tokens(loaded.tokenizer.encode(TEXT)[:MAX_TOKENS], loaded.source.shape.vocab),
+        loaded.policy.plan,
+    )
+    rehearse(loaded.engine, plan, workload, text)
+    tier = loaded.engine.ledger.measure().computing
+    loaded.engine.ledger.check()
+    if tier.tier == "host" and tier.budget is not None and tier.peak is not None:
+        # No prompt as long as the longest row was encoded.
+        left = tier.budget - tier.peak - plan.encoder_nbytes - max(_LEFT_NBYTES, int(_LEFT_SHARE * tier.budget))
+        loaded.engine.streamed.hold_more(max(0, left))
 
 
 # A cache for the whole context of a long-context model would take most budgets, and few prompts need it.

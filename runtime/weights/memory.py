@@ -1,7 +1,8 @@
 """The shards that a plan keeps in memory: held where they compute, or staged in the host for copies to the device.
 
-Each tier has one arena, cut into slots as the plan says. The only record of where each shard is, also after experts
-were swapped; knows neither how bytes came there nor what they mean.
+Each tier has one arena, cut into slots as the plan says; a second one has slots for more experts, where the largest
+pass left memory. The only record of where each shard is, also after experts were swapped; knows neither how bytes came
+there nor what they mean.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ class WeightMemory:
         self.staged = self._cut([key for key in kept if key not in self.held])
         size = _end(self.held)
         self._held_bytes = HostMemory(size).bytes if device is None else device.allocate(size)
+        self._more_bytes = HostMemory(0).bytes
+        self._free: list[slice] = []
         self.slab = HostMemory(_end(self.staged))
         self._bounce: HostMemory | None = None
 
@@ -64,6 +67,21 @@ class WeightMemory:
         self.held[entering] = self.held.pop(leaving)
         return slot
 
+    def grow(self, nbytes: int) -> None:
+        """Adds slots for more experts, of the size of the largest and `nbytes` at most in all; a CPU's memory, once."""
+        size = max(map(self.nbytes, self.experts))
+        self._more_bytes = HostMemory(nbytes // size * size).bytes
+        first = self._held_bytes.numel()
+        self._free = [slice(begin, begin + size) for begin in range(first, first + self._more_bytes.numel(), size)]
+
+    def take(self, entering: ShardKey, view: torch.Tensor) -> torch.Tensor | None:
+        """Copies `entering`, whose bytes are `view`, into a free slot, and returns it; None where none is free."""
+        if not self._free:
+            return None
+        begin = self._free.pop().start
+        self.held[entering] = slice(begin, begin + self.nbytes(entering))
+        return self.shard(entering).copy_(view)
+
     def pin_slab(self) -> Pinned:
         """Page-locks the slab for the device.
 
@@ -75,7 +93,7 @@ class WeightMemory:
     @property
     def held_nbytes(self) -> int:
         """Bytes that were allocated where weights compute."""
-        return self._held_bytes.numel()
+        return self._held_bytes.numel() + self._more_bytes.numel()
 
     @property
     def nbytes_kept(self) -> int:
@@ -87,7 +105,8 @@ class WeightMemory:
 
     def shard(self, key: ShardKey) -> torch.Tensor:
         """The uint8 bytes of a held shard, where they compute."""
-        return self._held_bytes[self.held[key]]
+        run, first = self.held[key], self._held_bytes.numel()
+        return self._held_bytes[run] if run.start < first else self._more_bytes[run.start - first : run.stop - first]
 
     @contextmanager
     def fill(self, key: ShardKey) -> Iterator[torch.Tensor]:

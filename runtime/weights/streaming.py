@@ -383,6 +383,11 @@ class StreamedWeights:
         """Bytes read and copied so far, including chunks of shards that are not complete yet."""
         return sum(stream.lane.nbytes_moved for stream in self._lanes.streams)
 
+    def hold_more(self, nbytes: int) -> None:
+        """Lets experts that arrive from now on stay in `nbytes` of a CPU's memory, if experts stream."""
+        if self.experts.cache is not None:
+            self.memory.grow(nbytes)
+
     def fail(self, cause: BaseException) -> None:
         """Makes all waits for bytes raise StreamBroken from `cause`."""
         for reader in self._lanes.readers:

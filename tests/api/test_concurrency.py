@@ -127,6 +127,23 @@ def test_what_waits_when_it_is_closed_fails(model: Path) -> None:
     asyncio.run(ask())
 
 
+def test_a_request_that_is_taken_while_it_is_closed_fails(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ask() -> None:
+        llm = AsyncLLM(model, rows=2, max_model_len=128, **EXACT)
+        generating = llm._llm._generating
+
+        def closed_meanwhile() -> Any:
+            llm._ended = True
+            return generating()
+
+        monkeypatch.setattr(llm._llm, "_generating", closed_meanwhile)
+        with pytest.raises(EngineUnavailable, match="closed"):
+            await asyncio.wait_for(llm.generate("Hello"), 60)
+        await llm.close()
+
+    asyncio.run(ask())
+
+
 def test_an_error_within_a_pass_reaches_everyone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def ask() -> None:
         async with AsyncLLM(model, rows=4, max_model_len=128, **EXACT) as llm:

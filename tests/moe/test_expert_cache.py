@@ -49,20 +49,28 @@ class Forgetful(Bytes):
 
 
 class SlotMemory:
-    """Slots that hold an expert's number over and over."""
+    """Slots that hold an expert's number over and over, and `free` ones."""
 
-    def __init__(self, held: list[ShardKey]) -> None:
+    def __init__(self, held: list[ShardKey], free: int = 0) -> None:
         self.slots = {key: torch.full((ALIGNMENT,), number(key), dtype=torch.uint8) for key in held}
+        self.free = free
 
     def shard(self, key: ShardKey) -> torch.Tensor:
         return self.slots[key]
+
+    def take(self, entering: ShardKey, view: torch.Tensor) -> torch.Tensor | None:
+        if not self.free:
+            return None
+        self.free -= 1
+        self.slots[entering] = view.clone()
+        return self.slots[entering]
 
     def swap(self, leaving: ShardKey, entering: ShardKey, view: torch.Tensor) -> torch.Tensor:
         self.slots[entering] = self.slots.pop(leaving).copy_(view)
         return self.slots[entering]
 
 
-def make_cache(ring: int, mode: Mode, num_held: int) -> tuple[StreamingExpertCache, InstantLane]:
+def make_cache(ring: int, mode: Mode, num_held: int, free: int = 0) -> tuple[StreamingExpertCache, InstantLane]:
     counts = dict.fromkeys(range(LAYERS), EXPERTS)
     stats = RoutingStats(counts)
     stream, lane = open_stream(ring)
@@ -70,7 +78,7 @@ def make_cache(ring: int, mode: Mode, num_held: int) -> tuple[StreamingExpertCac
     sizes = dict.fromkeys(counts, ALIGNMENT)
     probabilities = {layer: one.wanted_by(TOKENS) for layer, one in stats.layers.items()}
     popular = Popular(held, sizes, probabilities)
-    slots = ExpertSlots(held, SlotMemory(held), lambda key, view: view, popular)  # type: ignore[arg-type, return-value]
+    slots = ExpertSlots(held, SlotMemory(held, free), lambda key, view: view, popular)  # type: ignore[arg-type, return-value]
     order = StreamingOrder(
         ExpertFetchQueue(stream, shard),
         slots.held,
@@ -109,6 +117,17 @@ def test_whoever_is_free_takes_the_next(
     run(cache, Bytes(), threads, passes=20)
     assert cache.counts.fetched > 0
     assert cache.counts.swaps > 0 or not restless
+
+
+@pytest.mark.parametrize("free", [3, LAYERS * EXPERTS])
+def test_experts_that_arrive_take_free_slots_before_any_is_evicted(free: int) -> None:
+    """Each is held once, and read once where there are slots for all; every assignment gets its expert."""
+    cache, _ = make_cache(2, Mode.WANTED, num_held=1, free=free)
+    run(cache, Bytes(), threads=2, passes=20)
+    held = [len(cache._slots.held(layer)) for layer in range(LAYERS)]
+    assert sum(held) == min(LAYERS + free, LAYERS * EXPERTS)
+    if free > 3:
+        assert (cache.counts.fetched, cache.counts.swaps) == (LAYERS * (EXPERTS - 1), 0)
 
 
 def test_a_place_that_is_given_back_too_early_is_noticed() -> None:

@@ -2,24 +2,30 @@
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
 from contextlib import closing
 from importlib.resources import files
 from itertools import islice, repeat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from moedge.moe.routing_stats import RoutingStats
-from moedge.runtime.jobs.lifecycle import prompt_tokens, rehearse
+from moedge.runtime.engine.sequence import Sequence
+from moedge.runtime.jobs import lifecycle
+from moedge.runtime.jobs.lifecycle import profile_model, prompt_tokens, rehearse
 from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.loading.prepare import prepare
+from moedge.runtime.plan.memory_ledger import MemoryLedger, TierLedger
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import budget_range, make_plan
-from moedge.runtime.settings.errors import SettingError
-from moedge.runtime.settings.settings import Budgets, MemoryBudget, Settings
+from moedge.runtime.sampling.params import SequenceSampling
+from moedge.runtime.settings.errors import DoesNotFit, SettingError
+from moedge.runtime.settings.settings import MIB, Budgets, MemoryBudget, Settings
 from moedge.runtime.source.model_source import open_source
 from moedge.runtime.weights.key_offsets import fixed_token_ids
 from support.tiny_families import SETTINGS, build_model, build_tokenizer, save_tiny
@@ -44,7 +50,7 @@ def wanted(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Shares of their experts that layers of passes wanted, largest passes first."""
     shares: list[tuple[int, float]] = []
 
-    def observe(self: RoutingStats, layer: int, tokens: int, counts: Sequence[int]) -> None:
+    def observe(self: RoutingStats, layer: int, tokens: int, counts: Items[int]) -> None:
         shares.append((-tokens, sum(count > 0 for count in counts) / len(counts)))
 
     monkeypatch.setattr(RoutingStats, "count", observe)
@@ -88,6 +94,56 @@ def test_what_a_rehearsal_reads_does_not_count(checkpoint: Callable[[str], Path]
         with closing(load_engine(source, plan, tmp_path / "store")) as loaded:
             rehearse(loaded, plan, job, prompt_tokens([], 128))
             assert loaded.streamed.nbytes_from_disk == 0
+
+
+def profiled(peak: int, budget: int, tier: str = "host") -> int | None:
+    """How many bytes more may hold experts after a rehearsal with this peak; None where nothing was said."""
+    found: list[int] = []
+    tiers = {name: TierLedger(name, budget, peak=peak) for name in (tier, "host")}
+    engine = SimpleNamespace(ledger=MemoryLedger(tiers), streamed=SimpleNamespace(hold_more=found.append))
+    plan = SimpleNamespace(encoder_nbytes=20 * MIB)
+    shape, tokenizer = SimpleNamespace(vocab=8), SimpleNamespace(encode=lambda text: [1])
+    loaded: Any = SimpleNamespace(
+        engine=engine, policy=SimpleNamespace(plan=plan), tokenizer=tokenizer, source=SimpleNamespace(shape=shape)
+    )
+    profile_model(loaded, Workload(1, 8))
+    return found[0] if found else None
+
+
+def test_experts_get_what_the_largest_pass_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less what a prompt takes while it is encoded, and 64 MiB or 4 % of the budget; nothing beyond the budget."""
+    monkeypatch.setattr(lifecycle, "rehearse", lambda *_: None)
+    monkeypatch.setattr(MemoryLedger, "measure", lambda ledger: ledger)
+    assert profiled(1200 * MIB, 1500 * MIB) == (1500 - 1200 - 20 - 64) * MIB
+    assert profiled(1200 * MIB, 5000 * MIB) == (5000 - 1200 - 20 - 200) * MIB
+    assert profiled(1450 * MIB, 1500 * MIB) == 0
+    assert profiled(10 * MIB, 1500 * MIB, "device") is None
+    with pytest.raises(DoesNotFit):
+        profiled(1501 * MIB, 1500 * MIB)
+
+
+def test_tokens_are_the_same_with_more_experts_held_and_fewer_bytes_are_read(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    settings, job = Settings(dtype="fp32", quant="none", tokens_per_pass=64, max_sequences=4), Workload(4, 40)
+    with open_source(str(checkpoint("qwen3_moe"))) as source:
+        smallest, _ = budget_range(source.shape, settings, job)
+        plan = make_plan(source.shape, settings, MemoryBudget(smallest), job)
+        prepare(source, tmp_path / "store", "none", "fp32", Budgets(disk="1GiB").on_cpu())
+        results = []
+        for more in (0, 2, 1000):
+            with closing(load_engine(source, plan, tmp_path / "store")) as loaded:
+                held = loaded.streamed.experts.num_held
+                size = loaded.streamed.memory.nbytes(loaded.streamed.memory.experts[0])
+                loaded.streamed.hold_more(more * size)
+                for first in range(4):
+                    loaded.engine.add(Sequence([first + 1, 7, 9], SequenceSampling(24, ignore_eos=True)))
+                tokens = [sequence.output_ids for sequence in loaded.engine.run()]
+                results.append((tokens, loaded.streamed.nbytes_from_disk, loaded.streamed.experts.num_held - held))
+    assert results[0][0] == results[1][0] == results[2][0]
+    assert results[0][1] > results[1][1] > results[2][1]
+    assert [grown for _, _, grown in results[:2]] == [0, 2]
+    assert results[2][2] > 2
 
 
 def overflowing(folder: Path) -> Path:

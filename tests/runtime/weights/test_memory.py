@@ -59,3 +59,23 @@ def test_only_what_is_held_leaves() -> None:
     memory = opened(None)
     with pytest.raises(KeyError):
         memory.swap(ShardKey(0, 3), ShardKey(0, 2), torch.zeros(NBYTES, dtype=torch.uint8))
+
+
+def test_more_memory_has_slots_for_more_experts_and_no_byte_more() -> None:
+    """They are held like the others: swapped, found, and never beyond the bytes that were granted."""
+    memory = opened(None)
+    before = memory.held_nbytes
+    for key in (ShardKey(0, 2), ShardKey(1, 3)):
+        assert memory.take(key, torch.full((NBYTES,), number(key), dtype=torch.uint8)) is None
+    memory.grow(3 * NBYTES - 1)
+    assert memory.held_nbytes == before + 2 * NBYTES
+    for key in (ShardKey(0, 2), ShardKey(1, 3)):
+        slot = memory.take(key, torch.full((NBYTES,), number(key), dtype=torch.uint8))
+        assert slot is not None
+        assert slot.data_ptr() == memory.shard(key).data_ptr()
+        check(memory)
+    assert memory.take(ShardKey(0, 3), torch.zeros(NBYTES, dtype=torch.uint8)) is None
+    for leaving, entering in (((0, 2), (0, 3)), ((0, 0), (0, 2)), ((1, 3), (0, 0))):
+        view = torch.full((NBYTES,), number(ShardKey(*entering)), dtype=torch.uint8)
+        memory.swap(ShardKey(*leaving), ShardKey(*entering), view)
+        check(memory)
