@@ -27,7 +27,9 @@ from moedge.quant.formats.format import get_format
 from moedge.quant.matmul.matmul import ParallelMatmul, Workspace
 from moedge.quant.tensor import pack_into
 from moedge.runtime.model.dequantize import dequantize
-from moedge.runtime.shape.gguf import BLOCKS, _weight
+from moedge.runtime.shape.config import ModelConfig
+from moedge.runtime.shape.gguf_names import WeightPart
+from moedge.runtime.shape.gguf_tensors import BLOCKS, _weight
 from moedge.runtime.shape.quantization import parse_quantization
 from moedge.runtime.shape.quantized import QuantizedWeight, model_tensors
 from moedge.runtime.weights.preparation import PackingLoss
@@ -101,7 +103,7 @@ def run(options: argparse.Namespace) -> None:
         matrices: dict[str, tuple[Checkpoint, QuantizedWeight]] = {}
         for name in ("BF16", *BLOCKS):
             entry = blocks.entries[name]
-            matrices[name] = blocks, _weight(name, (entry,), entry.shape)
+            matrices[name] = blocks, _weight(ModelConfig({"model_type": "llama"}), [entry], WeightPart(name))
         for name, files, weight in others(Path(folder), shape):
             matrices[name] = opened.enter_context(files), weight
         chosen = ["BF16", *options.only] if options.only else list(matrices)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 
 import numpy as np
@@ -25,7 +26,8 @@ from ...quant.formats.format import ROWS, Layout, Plane, get_format
 from ...quant.matmul.thread_pool import torch_threads
 from ...quant.native.calls import dequantize_blocks, look_up
 from ...quant.tensor import SAFETENSORS_DTYPES, Planes, dtype_name, pack_nibbles, torch_dtype
-from ..shape.gguf import FLOATS, GgufWeight
+from ..shape.gguf_names import Order
+from ..shape.gguf_tensors import FLOATS, GgufWeight
 from ..shape.quantization import WHOLE
 from ..shape.quantized import QuantizedWeight
 
@@ -98,11 +100,13 @@ def gguf_floats(checkpoint: Checkpoint, weight: GgufWeight, experts: range | Non
     """A weight that the file holds in floats, in their dtype; of stacked experts [E, ...] those in `experts` alone."""
     chosen = range(weight.expert, weight.expert + 1) if weight.expert is not None else experts
     parts = [_read_floats(checkpoint, name, chosen) for name in weight.sources]
-    # Rows of matrices by turns, and elements of biases.
-    dim = -2 if weight.turned else -1
-    joined = parts[0] if len(parts) == 1 else torch.stack(parts, dim).flatten(dim - 1, dim)
-    joined = _in_order(joined if weight.expert is None else joined[0], weight.heads)
+    dim = -1 if weight.vector else -2
+    flat = (_flipped(part) if index in weight.flipped else _unstacked(part, weight) for index, part in enumerate(parts))
+    joined = torch.cat(list(flat), dim)
+    joined = joined.index_select(dim, _index(weight.rows)) if weight.rows else joined
+    joined = joined.index_select(-1, _index(weight.columns)) if weight.columns else joined
     joined = joined.transpose(-1, -2) if weight.turned else joined
+    joined = joined.neg().log() if weight.logarithm else joined
     joined = joined + weight.added if weight.added else joined
     return joined.reshape(weight.entry.shape if experts is None else (len(experts), *weight.entry.shape[1:]))
 
@@ -110,17 +114,31 @@ def gguf_floats(checkpoint: Checkpoint, weight: GgufWeight, experts: range | Non
 def gguf_codes(checkpoint: Checkpoint, weight: GgufWeight, expert: int | None = None) -> Codes:
     """The codes of a matrix, or of one expert's of a stack, of a type whose codes a weight format has."""
     rows, columns = weight.entry.shape[:-3:-1] if weight.turned else weight.entry.shape[-2:]
-    return _CODES[weight.numbers](_by_turns(_matrices(checkpoint, weight, expert)), (rows, columns))
+    return _CODES[weight.numbers](_in_order(_matrices(checkpoint, weight, expert), weight), (rows, columns))
 
 
 def gguf_rows(checkpoint: Checkpoint, weight: GgufWeight, expert: int | None = None) -> Callable[[int, int], Tensor]:
     """Gives rows `begin` to `end` of a matrix, or of one expert's of a stack, in float32."""
     parts = _matrices(checkpoint, weight, expert)
-    kinds, count = [checkpoint.entries[name].dtype for name in weight.sources], len(parts)
-    # Chunks of rows are even, and so are the rows of matrices that are made of two.
-    return lambda begin, end: _by_turns(
-        [_dequantized(part[begin // count : end // count], kind) for part, kind in zip(parts, kinds, strict=True)]
-    )
+    types = [checkpoint.entries[name].dtype for name in weight.sources]
+    kinds = ["F32" if index in weight.flipped else kind for index, kind in enumerate(types)]
+    ends = list(accumulate(len(part) for part in parts))
+    if len(parts) == 1 and not weight.rows and not weight.columns:
+        return lambda begin, end: _dequantized(parts[0][begin:end], kinds[0])
+    order = _index(weight.rows) if weight.rows else torch.arange(ends[-1])
+    columns = _index(weight.columns) if weight.columns else None
+
+    def rows(begin: int, end: int) -> Tensor:
+        chosen = order[begin:end]
+        out = torch.empty(len(chosen), weight.entry.shape[-2 if weight.turned else -1])
+        for part, kind, last in zip(parts, kinds, ends, strict=True):
+            own = (chosen >= last - len(part)) & (chosen < last)
+            if own.any():
+                floats = _dequantized(part[chosen[own] - (last - len(part))], kind)
+                out[own] = floats if columns is None else floats[:, columns]
+        return out
+
+    return rows
 
 
 def q4_k_rows(checkpoint: Checkpoint, weight: GgufWeight, expert: int | None = None) -> Tensor:
@@ -129,7 +147,7 @@ def q4_k_rows(checkpoint: Checkpoint, weight: GgufWeight, expert: int | None = N
     A block of 256 has two factors, eight scales and eight zeros of six bits each (llama.cpp, get_scale_min_k4), and
     codes in four runs of 64, the first half of each in the low bits.
     """
-    raw = _by_turns(_matrices(checkpoint, weight, expert))
+    raw = _in_order(_matrices(checkpoint, weight, expert), weight)
     num_rows = len(raw)
     blocks = raw.view(num_rows, -1, _FACTORS + _SCALES + _BLOCK // 2)
     factors, codes = blocks[..., :_FACTORS], blocks[..., _FACTORS + _SCALES :]
@@ -146,11 +164,25 @@ def _matrices(checkpoint: Checkpoint, weight: GgufWeight, expert: int | None) ->
     """The bytes of the rows of a matrix, uint8 [rows, bytes], of each source."""
     chosen = weight.expert if weight.expert is not None else expert
     found = []
-    for name in weight.sources:
-        shape = checkpoint.entries[name].shape
+    for index, name in enumerate(weight.sources):
+        entry = checkpoint.entries[name]
         data = _read_bytes(checkpoint, name, None if chosen is None else range(chosen, chosen + 1))
-        found.append(_in_order(data.view(shape[-2] if len(shape) > 1 else 1, -1), weight.heads))
+        if index in weight.flipped:
+            floats = _dequantized(data.view(prod(entry.shape[:-1]), -1), entry.dtype).view(entry.shape)
+            found.append(_flipped(floats).contiguous().view(torch.uint8))
+        else:
+            count = prod(entry.shape[:-1] if weight.flipped else entry.shape[-2:-1])
+            found.append(data.view(count, -1))
     return found
+
+
+def _flipped(heads: Tensor) -> Tensor:
+    """Matrices of heads, each the other way round, below one another."""
+    return heads.transpose(1, 2).flatten(0, 1)
+
+
+def _unstacked(part: Tensor, weight: GgufWeight) -> Tensor:
+    return part.flatten(0, 1) if weight.flipped or weight.expert is not None else part
 
 
 def _read_floats(checkpoint: Checkpoint, name: str, experts: range | None) -> Tensor:
@@ -167,15 +199,21 @@ def _read_bytes(checkpoint: Checkpoint, name: str, experts: range | None) -> Ten
     return data
 
 
-def _in_order(rows: Tensor, heads: int) -> Tensor:
-    """Rows of heads as transformers has them: llama.cpp has the two halves of a head by turns."""
-    if not heads:
-        return rows
-    return rows.view(heads, len(rows) // heads // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+def _in_order(parts: list[Tensor], weight: GgufWeight) -> Tensor:
+    """Rows of sources below one another, in the order that transformers has."""
+    joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return joined[_index(weight.rows)] if weight.rows else joined
 
 
-def _by_turns(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.stack(parts, 1).flatten(0, 1)
+def _index(order: Order) -> Tensor:
+    """The index of each row of an order."""
+    runs = []
+    for begin, loops in order:
+        found = torch.tensor(begin)
+        for count, step in loops:
+            found = found[..., None] + step * torch.arange(count)
+        runs.append(found.flatten())
+    return torch.cat(runs)
 
 
 def _dequantized(rows: Tensor, kind: str) -> Tensor:

@@ -17,7 +17,8 @@ from ...quant.formats.format import DTYPES
 from ..settings.errors import UnsupportedModel
 from .config import ModelConfig, head_dim, kv_heads
 from .families import text_name
-from .gguf import gguf_config, gguf_tensors
+from .gguf import gguf_config
+from .gguf_tensors import gguf_tensors
 from .model_shape import ModelShape
 from .quantized import ModelTensors
 from .read import Tensors, by_layer, expert_index, is_expert, model_shape, tensors_of

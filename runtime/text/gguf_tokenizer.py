@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...offload.checkpoint.gguf_file import GgufCheckpoint
+from ...offload.checkpoint.header import described
 from ..settings.errors import TokenizerError, require_transformers
+from .gguf_words import WORDS, Words
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
 # Older ones read the fields of a file wrongly: merges fall apart, special tokens get lost.
 SINCE = "5.18"
-# The kind of text splitting in which every digit, of any script, is a word of its own; transformers overlooks it.
-_SINGLE_DIGITS = "smollm"
 
 
 def write_tokenizer(path: Path, folder: Path) -> None:
@@ -28,15 +28,25 @@ def write_tokenizer(path: Path, folder: Path) -> None:
         if "tokenizer.ggml.tokens" not in checkpoint.metadata:
             return
         prefixed = checkpoint.metadata.get("tokenizer.ggml.add_space_prefix") is not False
-        digits = checkpoint.metadata.get("tokenizer.ggml.pre") == _SINGLE_DIGITS
+        kind = checkpoint.metadata.get("tokenizer.ggml.pre", "default")
+        words = _words(path, kind) if checkpoint.metadata.get("tokenizer.ggml.model") == "gpt2" else None
     require_transformers(SINCE, f"the tokenizer of {path}")
     # A tokenizer's files beside the GGUF file may be another model's: it is read from a folder of its own.
     with tempfile.TemporaryDirectory(prefix="moedge-") as alone:
         Path(alone, path.name).symlink_to(path.resolve())
-        _convert(Path(alone, path.name), folder, path, prefixed, digits)
+        _convert(Path(alone, path.name), folder, path, prefixed, words)
 
 
-def _convert(link: Path, folder: Path, path: Path, prefixed: bool, digits: bool) -> None:
+def _words(path: Path, kind: object) -> Words:
+    if not isinstance(kind, str) or kind not in WORDS:
+        raise TokenizerError(
+            f"{path}: tokenizer.ggml.pre is {described(kind)}, a way to split text that is not known here; use the "
+            "checkpoint that the file was made from"
+        )
+    return WORDS[kind]
+
+
+def _convert(link: Path, folder: Path, path: Path, prefixed: bool, words: Words | None) -> None:
     # AutoTokenizer would build a configuration first, which fails for some families.
     from transformers import PreTrainedTokenizerFast
 
@@ -47,13 +57,8 @@ def _convert(link: Path, folder: Path, path: Path, prefixed: bool, digits: bool)
         )
         if not prefixed:
             _without_prefix(tokenizer.backend_tokenizer)
-        if digits:
-            from tokenizers import pre_tokenizers
-
-            own = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-            tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-                [pre_tokenizers.Digits(individual_digits=True), own]
-            )
+        if words is not None:
+            _split(tokenizer.backend_tokenizer, words)
         tokenizer.save_pretrained(folder)
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
@@ -61,6 +66,18 @@ def _convert(link: Path, folder: Path, path: Path, prefixed: bool, digits: bool)
             f"transformers cannot build the tokenizer of {path} ({type(error).__name__}: {reason}); use the checkpoint "
             "that the file was made from"
         ) from error
+
+
+def _split(backend: Backend, words: Words) -> None:
+    """Splits text as the merges were learned; transformers knows some ways alone, and takes GPT-2's for the others."""
+    from tokenizers import Regex, normalizers, pre_tokenizers
+
+    splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in words.patterns]
+    own = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words.then_gpt2)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, own])
+    backend.model.ignore_merges = words.whole
+    if words.composed:
+        backend.normalizer = normalizers.NFC()
 
 
 def _without_prefix(backend: Backend) -> None:

@@ -33,6 +33,7 @@ RUNS = {
     "stops": "what stops, kills and power cuts of a whole command cost, in tokens",
     "ray": "jobs on a Ray cluster whose workers are killed end with the same bytes",
     "documents": "jobs over folders of documents that are killed end with the same bytes",
+    "gguf_architectures": "GGUF files that llama.cpp's converter makes of every family give its tokens",
     "formats": "every layout of quantized checkpoints, in every group of families",
     "real": "a published model in every combination of formats, arithmetics, caches, attention and instruction sets",
     "large_layers": "layers of 4 GB of every format within 2 GiB of RAM, and gpt-oss-20b's layers token by token",
@@ -43,7 +44,7 @@ RUNS = {
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m matrix", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="runs:\n" + "\n".join(f"  {name:14}{about}" for name, about in RUNS.items()),
+        epilog="runs:\n" + "\n".join(f"  {name:20}{about}" for name, about in RUNS.items()),
     )  # fmt: skip
     parser.add_argument("runs", nargs="*", metavar="RUN", help="all, if none is named")
     parser.add_argument("--quick", action="store_true", help="the quick settings")

@@ -56,11 +56,11 @@ def run_family(family: str, folder: Path) -> FamilyRun:
     return run_checkpoint(folder, stock_tokens(folder / "checkpoint"))
 
 
-def run_checkpoint(folder: Path, expected: list[list[int]]) -> FamilyRun:
-    """Runs folder/checkpoint, of which transformers' tokens are `expected`."""
+def run_checkpoint(folder: Path, expected: list[list[int]], name: str = "checkpoint") -> FamilyRun:
+    """Runs the checkpoint of that name in the folder, of which transformers' tokens are `expected`."""
     job = Workload(len(LENGTHS), max(LENGTHS) + NEW_TOKENS)
     settings = Settings(dtype="fp32", quant="none", kv="fp32", tokens_per_pass=48, max_sequences=8, deterministic=True)
-    with open_source(str(folder / "checkpoint")) as source:
+    with open_source(str(folder / name)) as source:
         smallest, whole = budget_range(source.shape, settings, job)
         prepare(source, folder / "store", "none", "fp32", Budgets().on_cpu())
         streamed = _run(source, make_plan(source.shape, settings, MemoryBudget(smallest), job), folder / "store")
