@@ -58,21 +58,23 @@ EITHER_WAY = {"qwen3_vl_moe_text"}
 # Model types that checkpoints name and transformers does not, and the family whose model they are.
 SAME_AS = {"kimi_k2": "deepseek_v3"}
 WANTING = {
-    "sparse attention: its indexer chooses tokens in another way than DeepSeek's": (
-        "glm5_next_text", "hy_v4", "hy_v4_vl_text", "mistral_large4_text",
-    ),
-    "sparse attention, streams between layers (hyper-connections) and a table of n-grams that is read by row": (
+    "sparse attention by pooled keys, which the cache has no place for": ("glm5_next_text",),
+    "sparse attention by pooled keys, and layers that keep the last tokens and look them up in a table of n-grams": (
         "qwen4_exp_text",
     ),
+    "sinks in latent attention: latents are stored around a mean, which only weights that sum to one restore": (
+        "hy_v4", "hy_v4_vl_text",
+    ),
+    "latents that several layers share": ("mistral_large4_text",),
     "attention to all of the prompt and a window of the answer": ("unlimited_ocr_text",),
     "recurrent layers and no attention: a job needs layers with keys and values": (
         "falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm",
     ),
     "blocks that several layers share: weights are read layer by layer, each layer's from its own tensors": (
-        "inkling2_loop_text", "zamba", "zamba2",
+        "zamba", "zamba2",
     ),
     "convolutions inside its attention layers: they need a state beside keys and values": (
-        "inkling2_text", "inkling_text", "zaya",
+        "inkling2_loop_text", "inkling2_text", "inkling_text", "zaya",
     ),
     "a recurrence whose module keeps its own state (RG-LRU)": ("recurrent_gemma",),
     "compressed attention: its layers keep running summaries of the past, which the paged cache cannot store": (

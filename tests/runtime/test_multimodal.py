@@ -48,6 +48,21 @@ def test_a_wrapper_has_whatever_text_model_its_file_names(model_type: str, text:
     check_tokens(model_type, tmp_path, text)
 
 
+def test_experts_may_lie_in_the_files_as_columns(tmp_path: Path) -> None:
+    """As in Qwen3-VL's published files; transformers writes rows, which `check_tokens` reads."""
+    model = save_multimodal("qwen3_vl_moe", tmp_path / "checkpoint", moe_intermediate_size=48)
+    path = tmp_path / "checkpoint" / "model.safetensors"
+    tensors = load_file(path)
+    turned = {name for name in tensors if ".experts." in name}
+    assert {tensors[name].shape for name in turned} == {(8, 96, 64), (8, 64, 48)}
+    rows = read_shape(tmp_path / "checkpoint")
+    save_file(
+        {name: each.transpose(1, 2).contiguous() if name in turned else each for name, each in tensors.items()}, path
+    )
+    assert read_shape(tmp_path / "checkpoint") == rows
+    assert run_checkpoint(tmp_path, tokens_of(model)).failure == ""
+
+
 def test_text_models_are_those_of_transformers_own_classes() -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

@@ -145,6 +145,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "linear_attn_beta_factor": 0.7, "mlp_alpha_factor": 1.2,
     },
     "mistral4": {"num_key_value_heads": 4},
+    "muse_spark_text": {"moe_hidden_size": 48},
     "nemotron": {"head_dim": 32},
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "full_attention", "moe", "mlp", "linear_attention"],

@@ -43,13 +43,13 @@ def whole_model(family: str) -> str | None:
     return next(model_type for model_type, text in WRAPPERS.items() if text == family)
 
 
-def build_multimodal(model_type: str, text: str | None = None) -> Any:
+def build_multimodal(model_type: str, text: str | None = None, **sizes: Any) -> Any:
     """The stock whole model, of which only the text model and the output head can compute; `text` as in WRAPPERS."""
     from accelerate import init_empty_weights
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-    inner = build_model(text or WRAPPERS[model_type])
+    inner = build_model(text or WRAPPERS[model_type], **sizes)
     config = CONFIG_MAPPING[model_type](
         text_config=inner.config.to_dict(),
         tie_word_embeddings=getattr(inner.config, "tie_word_embeddings", False),
@@ -87,12 +87,12 @@ def _head(model: Any) -> Any:
     return model.get_output_embeddings() or model.get_decoder().get_output_embeddings()
 
 
-def save_multimodal(model_type: str, folder: Path, text: str | None = None) -> Any:
+def save_multimodal(model_type: str, folder: Path, text: str | None = None, **sizes: Any) -> Any:
     """Writes the checkpoint of such a model, a tokenizer beside it; returns the whole model.
 
     In the file are the text model, the head, and the weight of one norm of another part.
     """
-    model = build_multimodal(model_type, text)
+    model = build_multimodal(model_type, text, **sizes)
     own = {id(parameter) for parameter in (*_decoder(model).parameters(), _head(model).weight)}
     state = model.state_dict(keep_vars=True)
     buffers = {name for name, _ in model.named_buffers()}
