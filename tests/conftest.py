@@ -74,9 +74,12 @@ def stock() -> Callable[[Path], Any]:
 
     @functools.cache
     def load(folder: Path) -> Any:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig
 
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        from moedge.runtime.model.text_class import text_class
+
+        stock = text_class(type(AutoConfig.from_pretrained(folder)))
+        return stock.from_pretrained(folder, dtype=torch.float32).eval()
 
     return load
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +174,21 @@ class Checkpoint(Closing):
                 raise BadCheckpoint(f"{self.folder}: {described(name)} is in the files twice, under two prefixes")
             self.entries[own] = entry._replace(name=own)
             self._file_of[own] = file_of[name]
+
+    def divide(self, parts: Callable[[TensorEntry], Sequence[TensorEntry]]) -> None:
+        """Puts `parts` of a tensor, runs of its bytes under names of their own, in its place.
+
+        Raises BadCheckpoint where one gets the name of another tensor.
+        """
+        file_of, entries = self._file_of, self.entries
+        self.entries, self._file_of = {}, {}
+        for name, entry in entries.items():
+            for part in parts(entry):
+                if part.name in self.entries:
+                    raise BadCheckpoint(
+                        f"{self.folder}: {described(part.name)} is in the files twice, once in {name!r}"
+                    )
+                self.entries[part.name], self._file_of[part.name] = part, file_of[name]
 
     def read_into(self, name: str, target: memoryview, begin: int = 0) -> None:
         """Fills `target` with the bytes of the tensor from byte `begin` on."""

@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ..attention.protocol import AttentionBackend, AttentionCall, IndexQuery, LatentWeights
 from ..engine.sequence import Batch
 from ..settings.errors import UnsupportedModel
-from ..shape.config import ModelConfig
+from ..shape.config import TWO_CALLS, ModelConfig
 from .experts_seam import RESCALE
 
 
@@ -132,6 +132,19 @@ def hand_on_passes(model: torch.nn.Module) -> None:
             attention.register_forward_pre_hook(_give_pass, with_kwargs=True)
 
 
+def count_calls(model: nn.Module, config: ModelConfig) -> None:
+    """Numbers the calls of modules that attend twice: each has keys and values of its own in the cache."""
+    if config.family.model_type not in TWO_CALLS:
+        return
+    for module in model.modules():
+        if hasattr(module, "lambda_q1"):
+            module.register_forward_pre_hook(_begin_calls)
+
+
+def _begin_calls(module: Any, args: Any) -> None:
+    module.calls = iter((2 * module.layer_idx, 2 * module.layer_idx + 1))
+
+
 def _drops_arguments(layer: Any) -> bool:
     """Whether the code of a layer's `forward` takes `**kwargs` and never reads them."""
     code = inspect.unwrap(type(layer).forward).__code__
@@ -181,8 +194,9 @@ def _attention(
     # One family means "no window" by 0.
     window = window or None
     chunked = _is_chunked(module)
+    calls: Any = getattr(module, "calls", None)
     call = AttentionCall(
-        layer=int(module.layer_idx),  # type: ignore[arg-type]
+        layer=int(module.layer_idx) if calls is None else next(calls),  # type: ignore[arg-type]
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=None if chunked else window,
         chunk=window if chunked else None,

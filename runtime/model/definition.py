@@ -11,7 +11,6 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ...moe.expert import ExpertSource, ExpertWeights
 from ...quant.matmul.matmul import ParallelMatmul
@@ -21,9 +20,10 @@ from ..shape.config import ModelConfig
 from ..shape.read import is_router
 from ..shape.shards import LayerShards, ShardLayout, ShardMatrix
 from . import experts_seam
-from .attention_seam import hand_on_passes, keep_latents, register_attention
+from .attention_seam import count_calls, hand_on_passes, keep_latents, register_attention
 from .experts_seam import PackedExperts, adapt_identity_experts, drop_identity_matrices, expert_body, register_experts
 from .recurrent.seam import shed_decays
+from .text_class import text_class
 from .weights_seam import PackedLinear, TiledRows
 
 SEAM = "moedge"
@@ -42,6 +42,7 @@ def define(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     keep_latents(model, config)
     shed_decays(model)
     hand_on_passes(model)
+    count_calls(model, config)
     return model.eval()
 
 
@@ -71,7 +72,7 @@ def _build(config: ModelConfig, dtype: torch.dtype, implementation: str) -> PreT
         values |= _SMALLEST_BUFFERS.get(config.family.model_type, {})
     try:
         with init_empty_weights(include_buffers=False):
-            model: PreTrainedModel = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]._from_config(
+            model: PreTrainedModel = text_class(config_class)._from_config(
                 config_class(**values),
                 dtype=dtype,
                 attn_implementation=implementation,

@@ -1,6 +1,7 @@
 """Seam 2: transformers' experts modules call this function; routers, and so routing, stay transformers' own.
 
-llama4 computes its experts, and the scale of its queries, outside of the seams: `adapt` brings it to them.
+llama4 computes its experts, and the scale of its queries, outside of the seams, and step3p5 its experts: `adapt` brings
+them there.
 """
 
 from __future__ import annotations
@@ -105,12 +106,16 @@ RESCALE = "rescale_queries"
 
 
 def adapt(model: nn.Module) -> None:
-    """Changes the methods of a llama4 model's modules; their parameters and names stay."""
+    """Changes the methods of such a model's modules; their parameters and names stay."""
     adapt_decoder(model)
     module: Any
     for module in model.modules():
         if type(module).__name__ == "Llama4TextMoe":
             _adapt_experts(module)
+        elif type(module).__name__ == "Step3p7Experts":
+            # Outside transformers' experts interface, with the same arguments.
+            module.is_transposed, module.has_gate, module.has_bias = False, True, False
+            module.forward = partial(_experts, module)
         elif getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
             # transformers counts positions from the pass's first token, not the sequence's.
             module.attn_temperature_tuning = False

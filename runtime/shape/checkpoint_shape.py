@@ -15,13 +15,13 @@ from ...offload.errors import BadCheckpoint
 from ...offload.memory import gc_paused
 from ...quant.formats.format import DTYPES
 from ..settings.errors import UnsupportedModel
-from .config import ModelConfig, head_dim, kv_heads
-from .families import text_name
+from .config import ModelConfig, head_dim, kv_heads, latent_size
+from .families import JOINED, TEXT_AND_PICTURES, text_name
 from .gguf import gguf_config
 from .gguf_tensors import gguf_tensors
 from .model_shape import ModelShape
 from .quantized import ModelTensors
-from .read import Tensors, by_layer, expert_index, is_expert, model_shape, tensors_of
+from .read import Tensors, by_layer, divided, expert_index, is_expert, model_shape, tensors_of
 
 _FLOATS = {each.safetensors for each in DTYPES.values() if "float" in each.name}
 # Buffers that old checkpoints carry and models make themselves.
@@ -84,7 +84,7 @@ def _attention(config: ModelConfig, layer: int, tensors: Mapping[str, TensorEntr
     """The cache is sized by the config: its keys must be as wide as the files make them."""
     for name, entry in tensors.items():
         if config.is_latent and name.endswith("kv_a_proj_with_mqa.weight"):
-            width = head_dim(config, layer) + config.size("qk_rope_head_dim")
+            width = head_dim(config, layer) + latent_size(config, layer, "qk_rope_head_dim")
             yield from _compare(entry, (width, config.size("hidden_size")))
     key = tensors.get("self_attn.k_proj.weight")
     if key is not None and not config.is_latent:
@@ -158,6 +158,8 @@ def open_checkpoint(config: ModelConfig, folder: Path) -> Checkpoint:
         checkpoint.select(text_name)
     elif any(name.startswith(PREDICTING) for name in checkpoint.entries):
         checkpoint.select(lambda name: None if name.startswith(PREDICTING) else name)
+    if config.family.model_type in {*JOINED, TEXT_AND_PICTURES}:
+        checkpoint.divide(partial(divided, config))
     return checkpoint
 
 

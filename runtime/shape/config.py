@@ -221,10 +221,15 @@ _KIMI = {
     "num_shared_experts": "n_shared_experts",
 }  # fmt: skip
 RENAMED: Mapping[str, Mapping[str, str]] = {
+    "dots3_note_text": {"sliding_window_size": "sliding_window"},
     "bailing_hybrid": _KIMI,
     "kimi_linear": _KIMI,
     "lfm2": {"tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"},
     "lfm2_moe": {"tie_embedding": "tie_word_embeddings"},
+    "step3p5": {
+        "num_attention_groups": "num_key_value_heads", "moe_num_experts": "n_routed_experts",
+        "moe_top_k": "num_experts_per_tok", "share_expert_dims": "share_expert_dim",
+    },
     "nemotron_h": {
         "mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_dt_min": "time_step_min",
         "mamba_conv_bias": "use_conv_bias", "mamba_chunk_size": "chunk_size", "layer_types": "layers_block_type",
@@ -245,12 +250,14 @@ def _as_now(model_type: str, values: Mapping[str, Any]) -> dict[str, Any]:
         raise out_of_range("time_step_limit", limit, "0 and infinity")
     if isinstance(inner := found.get("linear_attn_config"), dict):
         found = _kimi_layers(inner, found.get("num_hidden_layers")) | found
-    if model_type in INDEXED:
+    if model_type in INDEXED - {"dots3_note_text"}:
         # All of one kind, which releases of transformers call otherwise.
         found.pop("layer_types", None)
         found |= _indexer_types(values) if found.get("indexer_types") is None else {}
     if model_type in _NEVER_TIED:
         found["tie_word_embeddings"] = False
+    if model_type == "step3p5":
+        found = _step_layers(found)
     if model_type == "nemotron_h":
         letters = found.pop("hybrid_override_pattern", None)
         if found.get("layers_block_type") is None and isinstance(letters, str):
@@ -291,6 +298,33 @@ def _kimi_layers(inner: Mapping[str, Any], num_layers: object) -> dict[str, Any]
     return found
 
 
+def _step_layers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Step 3.7's fields of today from those of its files, whose lists go on for layers that predict further tokens."""
+    found, count = dict(values), values.get("num_hidden_layers")
+    for name in ("layer_types", "mlp_layer_types", "swiglu_limits", "swiglu_limits_shared"):
+        if isinstance(found.get(name), list) and isinstance(count, int):
+            found[name] = found[name][: max(count, 0)]
+    sparse = found.pop("moe_layers_enum", None)
+    sparse = [each.strip() for each in sparse.split(",")] if isinstance(sparse, str) else sparse
+    if isinstance(sparse, list) and found.get("mlp_layer_types") is None and isinstance(count, int):
+        layers = set(map(str, sparse))
+        every = range(min(count, MAX_LAYERS))
+        found["mlp_layer_types"] = ["sparse" if str(layer) in layers else "dense" for layer in every]
+    if isinstance(other := found.pop("attention_other_setting", None), dict):
+        found["num_sliding_attention_heads"] = other.get("num_attention_heads")
+    thetas, parts = found.get("rope_theta"), found.pop("partial_rotary_factors", None)
+    if isinstance(thetas, list) and isinstance(kinds := found.get("layer_types"), list):
+        parts = parts if isinstance(parts, list) else [1.0] * len(thetas)
+        rope = {
+            str(kind): {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": part}
+            for kind, theta, part in zip(kinds, thetas, parts, strict=False)
+        }
+        if isinstance(scaling := found.pop("rope_scaling", None), dict) and "full_attention" in rope:
+            rope["full_attention"] |= scaling
+        found |= {"rope_theta": None, "rope_parameters": rope}
+    return found
+
+
 Kind = str
 Rule = Callable[["ModelConfig", int], bool]
 
@@ -311,7 +345,7 @@ def window(config: ModelConfig, layer: int) -> int | None:
     found, family = kind(config, layer), config.family.model_type
     if (found == "full_attention" and family not in FULL_IN_WINDOWS) or config.get("use_sliding_window") is False:
         return None
-    if family not in SLIDING:
+    if family not in SLIDING or found == "indexed_attention":
         return None
     size: int | None = config.get("attention_chunk_size" if found == "chunked_attention" else "sliding_window")
     return size
@@ -342,6 +376,10 @@ def _last_of_six_and_ends(config: ModelConfig, layer: int) -> bool:
     return (layer + 1) % 6 != 0 and layer + 1 != config.size("num_hidden_layers")
 
 
+def _last_of_four_from_the_end(config: ModelConfig, layer: int) -> bool:
+    return (config.size("num_hidden_layers") - 1 - layer) % 4 != 0
+
+
 def _cohere_moe(config: ModelConfig, layer: int) -> bool:
     dense = config.get("first_k_dense_replace") or 0
     if layer < dense:
@@ -357,8 +395,9 @@ def _where_rotary(config: ModelConfig, layer: int) -> bool:
 
 # Families in which no window given means that no layer slides.
 OPTIONAL = {
-    "dots1", "exaone4", "exaone_moe", "ministral", "ministral3", "mistral", "mixtral", "phi3", "phimoe", "qwen2",
-    "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "starcoder2", "cwm", "minimax",
+    "cwm", "dots1", "exaone4", "exaone_moe", "minimax", "ministral", "ministral3", "mistral", "mixtral", "phi3",
+    "phimoe", "qwen2", "qwen2_5_omni_text", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "qwen3", "qwen3_moe",
+    "smollm3", "starcoder2",
 }  # fmt: skip
 # Families whose sliding layers look back to the start of a chunk instead.
 CHUNKED = {"llama4_text"}
@@ -370,8 +409,10 @@ SLIDING: dict[str, Rule] = {
     "beam": _last_of_six_and_ends,
     "cohere2": _last_of(4, "sliding_window_pattern"),
     "cohere2_moe": _cohere_moe,
+    "cohere_compass_text": _never,
     "cwm": _first_of(4),
     "dots1": _late,
+    "dots3_note_text": lambda config, layer: layer >= 2 and layer % 4 != 1,
     "exaone4": _last_of(4, "sliding_window_pattern"),
     "exaone_moe": _last_of(4, "sliding_window_pattern"),
     "flint": lambda config, layer: layer >= 2 and layer % 4 != 1 and layer + 1 != config.size("num_hidden_layers"),
@@ -384,11 +425,14 @@ SLIDING: dict[str, Rule] = {
     "granitemoe_swa": _first_of(4),
     "kolibri1": _last_of(5),
     "laguna": _never,
+    "lara_mini": lambda config, layer: layer % 5 in (1, 4),
     "lfm3": lambda config, layer: layer > 0 and layer % 4 == 0,
     "llama4_text": _where_rotary,
     "mellum": _never,
     "mimo_v2_flash": lambda config, layer: layer != 0 and (layer + 1) % 6 != 0,
     "minimax": _always,
+    "muse_glimmer_text": _last_of_four_from_the_end,
+    "muse_spark_text": _last_of_four_from_the_end,
     "ministral": _always,
     "ministral3": _always,
     "mistral": _always,
@@ -397,11 +441,15 @@ SLIDING: dict[str, Rule] = {
     "phi3": _always,
     "phimoe": _always,
     "qwen2": _late,
+    "qwen2_5_omni_text": _late,
+    "qwen2_5_vl_text": _late,
+    "qwen2_vl_text": _late,
     "qwen2_moe": lambda config, layer: (layer + 1) % 2 != 0 and layer < config.size("max_window_layers"),
     "qwen3": _late,
     "qwen3_moe": _always,
     "smollm3": lambda config, layer: not _where_rotary(config, layer),
     "starcoder2": _always,
+    "step3p5": _never,
     "vaultgemma": _last_of(2),
 }
 
@@ -424,25 +472,32 @@ def kv_heads(config: ModelConfig, layer: int) -> int:
 TWO_ATTENTIONS = {"longcat_flash"}
 
 
+# Families whose layers have one that attends twice, to other values each time.
+TWO_CALLS = {"diffllama"}
+
+
 def attention_modules(config: ModelConfig, layer: int) -> range:
-    """The indices of a layer's attention modules, each of which has a cache of its own."""
-    count = 2 if config.family.model_type in TWO_ATTENTIONS else 1
+    """The indices of a layer's attention modules, or of their calls, each of which has a cache of its own."""
+    count = 2 if config.family.model_type in TWO_ATTENTIONS | TWO_CALLS else 1
     return range(layer * count, (layer + 1) * count)
 
 
 def head_dim(config: ModelConfig, layer: int) -> int:
     """Elements of a layer's keys, or of its values where those are longer; the shorter are padded. Or of a latent."""
     if config.is_latent:
-        return config.size("kv_lora_rank")
+        return latent_size(config, layer, "kv_lora_rank")
     size: int = config.get("head_dim") or config.size("hidden_size") // config.size("num_attention_heads")
     if config.family.model_type in _GLOBAL_HEADS and kind(config, layer) != "sliding_attention":
         return _own(config, layer, "head_dim") or config.get("global_head_dim") or 512
     return max(size, config.get("v_head_dim") or 0)
 
 
-def rope_dim(config: ModelConfig) -> int | None:
-    """Elements of the rotated key that is cached beside a latent; None where keys and values are cached."""
-    return config.size("qk_rope_head_dim") if config.is_latent else None
+def latent_size(config: ModelConfig, layer: int, name: str) -> int:
+    """A size of a layer with latent attention, whose sliding layers may have their own."""
+    own = _own(config, layer, name)
+    if own is None and kind(config, layer) == "sliding_attention":
+        own = config.get(f"swa_{name}")
+    return config.size(name) if own is None else own
 
 
 # Layers without a window have heads of their own; transformers' class knows the default of 512.

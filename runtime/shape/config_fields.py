@@ -36,7 +36,7 @@ class NumberField:
 class Choice:
     """One of some values, of the same type."""
 
-    values: tuple[bool | str, ...]
+    values: tuple[bool | str | None, ...]
 
     def admits(self, value: object) -> bool:
         return any(type(value) is type(each) and value == each for each in self.values)
@@ -62,6 +62,19 @@ class AutoOr:
         return f"{self.number}, or 'auto'"
 
 
+@dataclass(frozen=True, slots=True)
+class OrNull:
+    """A number, or null."""
+
+    number: NumberField
+
+    def admits(self, value: object) -> bool:
+        return value is None or self.number.admits(value)
+
+    def __str__(self) -> str:
+        return f"{self.number}, or null"
+
+
 _FLAG = Choice((True, False))
 _SCALE = NumberField(1e-6, 1e6)
 _EPSILON = NumberField(1e-20, 1)  # Zero would make NaN of a row of zeros.
@@ -79,7 +92,7 @@ _COUNT = _whole(1, 1_024)
 _SOME = _whole(0, 1_024)
 _LAYERS = _whole(1, 512)
 _LAYER = _whole(0, 512)
-Rule = NumberField | Choice | AutoOr
+Rule = NumberField | Choice | AutoOr | OrNull
 FIELDS: dict[str, Rule] = {
     # Sizes
     "num_hidden_layers": _LAYERS,
@@ -87,18 +100,21 @@ FIELDS: dict[str, Rule] = {
     "hidden_size": _whole(1, 65_536),
     "intermediate_size": _WIDTH,
     "intermediate_size_mlp": _WIDTH,
-    "moe_intermediate_size": _WIDTH,
     "shared_expert_intermediate_size": _WIDTH,
     "shared_intermediate_size": _whole(0, 1 << 20),
     "prefix_dense_intermediate_size": _WIDTH,
     "ffn_hidden_size": _WIDTH,
     "moe_latent_size": _WIDTH,
+    "moe_hidden_size": _WIDTH,
+    "share_expert_dim": _WIDTH,
     "moe_shared_expert_intermediate_size": _WIDTH,
+    "shared_experts_intermediate_size": _WIDTH,
     "block_multiple_of": _WIDTH,
     "expert_ffn_hidden_size": _WIDTH,
     "num_attention_heads": _HEADS,
     "num_key_value_heads": _HEADS,
     "num_global_key_value_heads": _HEADS,
+    "num_sliding_attention_heads": _HEADS,
     "head_dim": _HEAD_DIM,
     "v_head_dim": _HEAD_DIM,
     "global_head_dim": _HEAD_DIM,
@@ -108,11 +124,23 @@ FIELDS: dict[str, Rule] = {
     "qk_nope_head_dim": _HEAD_DIM,
     "qk_rope_head_dim": _HEAD_DIM,
     "qk_head_dim": _HEAD_DIM,
+    # Of layers that slide, in older files of dots3.
+    "swa_num_attention_heads": _HEADS,
+    "swa_num_key_value_heads": _HEADS,
+    "swa_head_dim": _HEAD_DIM,
+    "swa_v_head_dim": _HEAD_DIM,
+    "swa_kv_lora_rank": _whole(2, 8_192),
+    "swa_q_lora_rank": _WIDTH,
+    "swa_qk_nope_head_dim": _HEAD_DIM,
+    "swa_qk_rope_head_dim": _HEAD_DIM,
+    "swa_rope_theta": NumberField(2, 1e12),
     "gated_norm_rank": _WIDTH,
     "index_topk": _LENGTH,
     "index_head_dim": _HEAD_DIM,
     "index_n_heads": _HEADS,
     "vocab_size": _whole(2, 1 << 20),
+    # A head with fewer rows than the embedding.
+    "output_vocab_size": Choice((None,)),
     "vocab_size_per_layer_input": _whole(2, 1 << 20),
     "hidden_size_per_layer_input": _whole(0, 65_536),
     "max_position_embeddings": _LENGTH,
@@ -134,6 +162,7 @@ FIELDS: dict[str, Rule] = {
     "topk_group": _COUNT,
     "routed_scaling_factor": _SCALE,
     "moe_routed_scaling_factor": _SCALE,
+    "moe_router_scaling_factor": _SCALE,
     "router_scaling_factor": _SCALE,
     "route_scale": _SCALE,
     "topk_method": Choice(("greedy", "group_limited_greedy", "noaux_tc")),
@@ -247,6 +276,10 @@ FIELDS: dict[str, Rule] = {
     "dim_model_base": _WIDTH,
     "final_logit_softcapping": _SCALE,
     "attn_logit_softcapping": _SCALE,
+    "output_multiplier": _SCALE,
+    "post_norm_eps": _EPSILON,
+    "qk_scale_factor": _SCALE,
+    "residual_gate_temperature": _SCALE,
     "clip_qkv": _SCALE,
     "swiglu_alpha": _SCALE,
     "swiglu_limit": _SCALE,
@@ -272,6 +305,7 @@ FIELDS: dict[str, Rule] = {
     "use_attention_gate": _FLAG,
     "use_bias": _FLAG,
     "use_double_wide_mlp": _FLAG,
+    "use_dsa": _FLAG,
     "use_parallel_residual": _FLAG,
     "use_post_norm": _FLAG,
     "use_qk_norm": _FLAG,
@@ -288,6 +322,8 @@ _KINDS = (
     "attention", "mamba",
 )  # fmt: skip
 LISTS: dict[str, Rule] = {
+    # Two numbers where experts for pictures have another width.
+    "moe_intermediate_size": _WIDTH,
     "layer_types": Choice(_KINDS),
     "layers_block_type": Choice(_KINDS),
     "indexer_types": Choice(("full", "shared")),
@@ -301,11 +337,24 @@ LISTS: dict[str, Rule] = {
     "no_rope_layers": _whole(0, 1),
     "num_attention_heads_per_layer": _HEADS,
     "eos_token_id": _TOKEN,
-    "layer_rope_theta": NumberField(2, 1e12),
+    # 0: a layer without rotary positions.
+    # 0 and null: no bound.
+    "swiglu_limits": OrNull(NumberField(0, 1e6)),
+    "swiglu_limits_shared": OrNull(NumberField(0, 1e6)),
+    "layer_rope_theta": NumberField(0, 1e12),
 }
 # A layer's own settings, by its index.
 NESTED: dict[str, dict[str, Rule]] = {
-    "per_layer_config": {"head_dim": _HEAD_DIM, "num_key_value_heads": _HEADS},
+    "per_layer_config": {
+        "head_dim": _HEAD_DIM,
+        "num_key_value_heads": _HEADS,
+        "num_attention_heads": _HEADS,
+        "kv_lora_rank": _whole(2, 8_192),
+        "q_lora_rank": _WIDTH,
+        "qk_nope_head_dim": _HEAD_DIM,
+        "qk_rope_head_dim": _HEAD_DIM,
+        "v_head_dim": _HEAD_DIM,
+    },
 }
 # Where null means something else than the default.
 _NULLABLE = {
@@ -319,6 +368,8 @@ _NULLABLE = {
     "v_head_dim", "zero_expert_num", "attn_layer_indices", "full_attn_idxs", "mlp_multipliers", "ssm_multipliers",
     "mamba_d_ssm", "moe_latent_size", "position_embedding_type", "linear_num_key_heads", "linear_num_value_heads",
     "linear_key_head_dim", "linear_value_head_dim",
+    "logit_scale", "num_sliding_attention_heads", "swiglu_limits", "swiglu_limits_shared", "layer_rope_theta",
+    "post_norm_eps",
     "num_nextn_predict_layers", "n_shared_experts", "n_routed_experts", "max_window_layers", "sliding_window_pattern",
 }  # fmt: skip
 _MAX_ITEMS = 512
@@ -400,7 +451,7 @@ _NEEDED: dict[str, tuple[str, ...]] = {
 }
 # Names of scalings, and which part of a head turns with which axis of a picture: for text they are all the same.
 _OTHERS = {"rope_type", "type", "truncate", "mrope_section", "mrope_interleaved"}
-LAYER_KINDS = {"full_attention", "sliding_attention"}
+LAYER_KINDS = {"full_attention", "indexed_attention", "sliding_attention"}
 
 
 def check_rope(values: Mapping[str, Any], by_layer_kind: bool, partial: bool) -> None:

@@ -18,7 +18,7 @@ from ...quant.formats.format import OPTION_DTYPES
 from .config import ModelConfig, head_dim, kv_heads
 from .model_shape import ModelShape
 from .quantization import BNB_BLOCK, WHOLE, Quantization, Scheme, num_groups
-from .read import LAYER, is_expert, is_matrix, model_shape, tensors_of
+from .read import LAYER, divided, is_expert, is_matrix, model_shape, tensors_of
 
 _NBYTES = {"U8": 1, "I8": 1, "F8_E4M3": 1, "F16": 2, "BF16": 2, "F32": 4, "I32": 4}
 # Instead of a dtype: that of the model.
@@ -167,10 +167,11 @@ def shape_of_config(config: ModelConfig, dtype: str | None = None, shapes: _Shap
     """
     option = _DTYPES.get(dtype or "", _USUAL_DTYPE)
     floats = OPTION_DTYPES[option]
-    entries = {
-        name: TensorEntry(name, floats.safetensors, shape, 0, floats.nbytes * math.prod(shape))
+    whole = [
+        TensorEntry(name, floats.safetensors, shape, 0, floats.nbytes * math.prod(shape))
         for name, shape in (shapes or tensor_shapes(config)).items()
-    }
+    ]
+    entries = {part.name: part for entry in whole for part in divided(config, entry)}
     if config.quantization is None:
         return model_shape(config, entries)
     stored = quantized_entries(config.quantization, entries, config.family.transposed_experts)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ...offload.checkpoint.header import TensorEntry
+from ...offload.checkpoint.header import TensorEntry, described
+from ...offload.errors import BadCheckpoint
 from ...quant.formats.format import OPTION_DTYPES
 from ..settings.errors import UnsupportedModel
-from .config import ModelConfig, attention_modules, head_dim, kv_heads, rope_dim, window
+from .config import ModelConfig, attention_modules, head_dim, kv_heads, latent_size, window
+from .families import EITHER_WAY, JOINED, TEXT_AND_PICTURES
 from .model_shape import ExpertsShape, KVGroup, LayerShape, Matrix, ModelShape, StateGroup, StoredFormat
 from .quantized import ModelTensors, QuantizedWeight, ReadSmall, model_tensors
 
@@ -117,6 +119,7 @@ RECURRENT: Mapping[str, Callable[[ModelConfig], _State]] = {
     "kimi_linear": _kimi_delta,
     "lfm2": _short_convolution,
     "lfm2_moe": _short_convolution,
+    "lara_mini": _gated_delta,
     "lfm3": _short_convolution,
     "minimax": _lightning,
     "nemotron_h": _nemotron,
@@ -219,6 +222,48 @@ def renamed_in(name: str, renamed: Mapping[str, str]) -> str:
     return name
 
 
+def divided(config: ModelConfig, entry: TensorEntry) -> Sequence[TensorEntry]:
+    """The tensors of the text model that one of the files consists of: one, but for families that have several as one,
+    or those of pictures beside them.
+
+    Raises BadCheckpoint where its rows are not theirs.
+    """
+    if config.family.model_type == TEXT_AND_PICTURES:
+        return _for_text(config, entry)
+    joined, names = JOINED.get(config.family.model_type, ("", ()))
+    if not joined or joined not in entry.name:
+        return [entry]
+    rows, row_nbytes = _rows_of(config), entry.nbytes // max(1, entry.shape[0] if entry.shape else 0)
+    if not entry.shape or entry.shape[0] != sum(rows):
+        raise BadCheckpoint(f"{described(entry.name)} is {list(entry.shape)}, wanted {sum(rows)} rows")
+    parts, begin = [], entry.begin
+    for name, count in zip(names, rows, strict=True):
+        end = begin + count * row_nbytes
+        parts.append(TensorEntry(entry.name.replace(joined, name), entry.dtype, (count, *entry.shape[1:]), begin, end))
+        begin = end
+    return parts
+
+
+def _for_text(config: ModelConfig, entry: TensorEntry) -> list[TensorEntry]:
+    """Of experts and routers those for text, and the first row of corrections, which have two."""
+    if entry.name.endswith(".gate.weight_1") or (expert_index(entry.name) or 0) >= (config.num_experts or 0):
+        return []
+    if entry.name.endswith("e_score_correction_bias") and entry.shape and entry.shape[0] == 2:
+        return [entry._replace(shape=(1, *entry.shape[1:]), end=entry.begin + entry.nbytes // 2)]
+    return [entry]
+
+
+def _rows_of(config: ModelConfig) -> tuple[int, ...]:
+    """The rows of each part of a matrix in JOINED."""
+    if config.family.model_type == "sarvam_moe":
+        size, heads = config.size("head_dim"), config.size("num_attention_heads")
+        keys = config.size("num_key_value_heads") * size
+        return heads * size, keys, keys
+    heads = config.size("linear_num_value_heads")
+    values = heads * config.size("linear_value_head_dim")
+    return 2 * config.size("linear_num_key_heads") * config.size("linear_key_head_dim") + values, values, heads, heads
+
+
 def tensors_of(config: ModelConfig, entries: Mapping[str, TensorEntry], read: ReadSmall | None = None) -> ModelTensors:
     """The tensors that a model has of those in its files. Raises BadCheckpoint, UnsupportedModel."""
     return model_tensors(config.quantization, entries, config.dtype, config.family.transposed_experts, read)
@@ -319,12 +364,13 @@ def kv_groups(
 
     The last group are the layers that are `indexing`, if there are any.
     """
-    groups: dict[tuple[int, int, int | None], list[int]] = defaultdict(list)
+    groups: dict[tuple[int | None, ...], list[int]] = defaultdict(list)
     for layer in range(config.size("num_hidden_layers")) if attending is None else attending:
         key = kv_heads(config, layer), head_dim(config, layer), window(config, layer)
-        groups[key].extend(attention_modules(config, layer))
-    latent = (rope_dim(config), config.size("num_attention_heads")) if config.is_latent else ()
-    found = [KVGroup(tuple(layers), *key, *latent) for key, layers in groups.items()]
+        latent = ("qk_rope_head_dim", "num_attention_heads") if config.is_latent else ()
+        own = (latent_size(config, layer, name) for name in latent)
+        groups[*key, *own].extend(attention_modules(config, layer))
+    found = [KVGroup(tuple(layers), *key) for key, layers in groups.items()]  # type: ignore[arg-type]
     if config.is_indexed and (layers := tuple(indexing)):
         found.append(KVGroup(layers, 1, config.size("index_head_dim"), None, chosen=config.size("index_topk")))
     return tuple(found)
@@ -366,7 +412,7 @@ def _experts(
         return None, set()
     if fused:
         count = {entry.shape[0] for entry in fused.values()}
-        transposed = config.family.transposed_experts
+        transposed = config.family.transposed_experts or _is_turned(config, fused)
         shapes = [(name, entry.shape[:0:-1] if transposed else entry.shape[1:]) for name, entry in fused.items()]
     else:
         first, count = min(indices.values()), {len(set(indices.values()))}
@@ -384,6 +430,13 @@ def _experts(
         Matrix("down", down[0][0], down[0][1], *_stored_as(of_down, found)),
     )
     return ExpertsShape(count.pop(), config.experts_per_token, *matrices), set(fused) | set(indices)
+
+
+def _is_turned(config: ModelConfig, stacked: Mapping[str, TensorEntry]) -> bool:
+    """Whether files hold experts as [E, in, out] that they may hold as [E, out, in], too: transformers sees it so."""
+    hidden = config.size("hidden_size")
+    ups = [entry.shape for name, entry in stacked.items() if not _DOWN.search(name)]
+    return config.family.model_type in EITHER_WAY and all(shape[1] == hidden != shape[2] for shape in ups)
 
 
 def _find(tensors: Mapping[str, TensorEntry], suffix: str) -> TensorEntry | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ...quant.formats.format import CODE_BITS, OPTION_DTYPES, QUANT_FORMATS, FormatError, Layout, get_format
 from ...quant.scratch import scratch_nbytes
 from ..settings.errors import SettingError
-from .families import SUPPORTED, family
+from .families import EITHER_WAY, SUPPORTED, family
 from .model_shape import LayerShape, Matrix, ModelShape
 from .read import SMALL
 
@@ -274,7 +274,8 @@ def lies_unpacked(shape: ModelShape, format_name: str, dtype: str) -> bool:
     floats = all(matrix.bits == 0 for matrix in _matrices(shape))
     if format_name != "none" or stored != {dtype} or not floats or shape.model_type not in SUPPORTED:
         return False
-    return not (shape.num_experts and family(shape.model_type).transposed_experts)
+    turned = shape.model_type in EITHER_WAY or family(shape.model_type).transposed_experts
+    return not (shape.num_experts and turned)
 
 
 def copied_nbytes(shape: ModelShape, format_name: str, dtype: str) -> int:

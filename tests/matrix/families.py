@@ -1,8 +1,9 @@
 """Runs every family whole, with this transformers and the oldest supported one, and writes docs/tables/models.md.
 
 A family's tiny random checkpoint is saved, read back, streamed at the smallest budget and run packed; greedy tokens in
-fp32 must be those of transformers' `generate`. It is a fault if a family does not work in this environment; of the
-oldest release the page says which do. Verdicts are in build/matrix/models, a file for each release.
+fp32 must be those of transformers' `generate`. It is a fault if a family does not work in this environment, or if this
+transformers has a type that is neither run nor refused (support/family_walk.py); of the oldest release the page says
+which work. Verdicts are in build/matrix/models, a file for each release.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from moedge.offload.errors import BadCheckpoint
 from moedge.runtime.settings.errors import UnsupportedModel
 from moedge.runtime.shape.families import SUPPORTED
 from support.family_run import run_family
+from support.family_walk import unaccounted
 from support.models_page import formats_of, page
 
 VERDICTS = FOLDER / "models"
@@ -44,6 +46,7 @@ def parts(quick: bool) -> Iterator[Part]:
         for family in QUICK:
             yield Part(family, partial(faults, family))
         return
+    yield Part(f"types of transformers {transformers.__version__}", unaccounted)
     yield from recorded()
     yield Part(f"transformers {OLDEST} and docs/tables/models.md", write_page)
 

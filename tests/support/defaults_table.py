@@ -42,13 +42,15 @@ def _entry(config_class: Any) -> dict[str, Any]:
     # The class's own defaults: an instance computes some of them from others, such as head_dim.
     values = {field.name: field.default for field in dataclasses.fields(config_class)}
     rope = config_class().to_dict().get("rope_parameters") or {}
-    by_kind = bool(rope.keys() & LAYER_KINDS)
+    by_kind = bool(rope.keys() & LAYER_KINDS) or config_class.model_type in _BY_KIND
     parts = list(rope.values()) if by_kind else [rope]
     return {
         "defaults": {name: values[name] for name in _FIELDS if name in values},
         "aliases": dict(sorted((_counted(values) | config_class.attribute_map).items())),
         "rope_by_kind": by_kind,
-        "partial_rotary": any("partial_rotary_factor" in (part or {}) for part in parts) or "rotary_dim" in values,
+        "partial_rotary": any("partial_rotary_factor" in (part or {}) for part in parts)
+        or "rotary_dim" in values
+        or config_class.model_type in _PARTIAL,
         "transposed_experts": config_class.model_type in _TRANSPOSED,
     }
 
@@ -60,6 +62,11 @@ def _counted(values: dict[str, Any]) -> dict[str, str]:
 
 # Families whose experts are [E, in, out]: a test compares this with the modules.
 _TRANSPOSED = {"aria_text", "gpt_oss", "llama4_text"}
+
+# Families whose modules leave elements unrotated where a file says so, and whose defaults do not say it.
+_PARTIAL = {"glm4v_text", "step3p5"}
+# One whose files give rotary parameters for each kind of layer, and whose defaults give none.
+_BY_KIND = {"cohere_compass_text"}
 
 
 def main() -> None:

@@ -35,7 +35,15 @@ RECURRENT = (
     "bamba", "falcon_h1", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "lfm3", "olmo_hybrid", "qwen3_5_moe_text",
     "qwen3_5_text",
 )  # fmt: skip
-FAMILIES = tuple(sorted({*FEATURES, *LATENT, *RECURRENT}))
+# Those of models that also see, and of late 2026.
+LATE = (
+    "apertus1p5_text", "cohere_compass_text", "deepseek_ocr2_text", "diffllama", "ernie4_5_vl_moe_text",
+    "glm4v_moe_text", "glm4v_text", "glm_ocr_text",
+    "granite4_vision_text", "granite_docling_text", "lara_mini", "muse_glimmer_text", "muse_spark_text",
+    "paddleocr_vl_text", "qwen2_5_omni_text", "qwen2_5_vl_text", "qwen2_vl_text", "qwen3_omni_moe_text",
+    "qwen3_vl_moe_text", "qwen3_vl_text", "sarvam_moe", "step3p5",
+)  # fmt: skip
+FAMILIES = tuple(sorted({*FEATURES, *LATENT, *RECURRENT, *LATE}))
 SHARED, NEW_TOKENS, SAMPLES = 50, 10, 3
 # What follows the shared beginning; negative lengths are rows of their own.
 TAILS = (5, 33, 1, -30, 12, -3, 20, -90)

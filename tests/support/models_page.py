@@ -4,12 +4,30 @@ import json
 import re
 from pathlib import Path
 
-from moedge.runtime.shape.families import DENSE, MOE, WANTING
+from moedge.runtime.shape.families import DENSE, MOE, WANTING, WRAPPERS
 
 HEAD = """# Families and formats that were run
 
 `make matrix` generates this page from runs; [models](../models.md) says what it means. Columns are releases of
 transformers at both ends of the supported range.
+"""
+
+WRAPPERS_HEAD = """## Models that also see or hear
+
+Their text models run, with the tokens of the whole model for text (tests/runtime/test_multimodal.py, with the newest
+release). A file may name another family's text model than the usual one. Of `qwen3_omni_moe` and `qwen2_5_omni` the
+thinker is read.
+
+| type | text model |
+|---|---|
+"""
+
+REFUSED_HEAD = """## Refused
+
+Beside these: models in which an encoder reads the prompt.
+
+| family | what is missing |
+|---|---|
 """
 
 
@@ -29,8 +47,10 @@ def page(results: list[Path]) -> str:
             for family in sorted(families)
         ]
         sections.append(f"## {title}\n\n{both} work with all of them: {counts}.\n\n{header}\n" + "\n".join(rows) + "\n")
+    rows = [f"| {whole} | {text} |" for whole, text in sorted(WRAPPERS.items())]
+    sections.append(WRAPPERS_HEAD + "\n".join(rows) + "\n")
     rows = [f"| `{family}` | {reason} |" for reason, members in WANTING.items() for family in members]
-    sections.append("## Refused\n\n| family | what is missing |\n|---|---|\n" + "\n".join(rows) + "\n")
+    sections.append(REFUSED_HEAD + "\n".join(rows) + "\n")
     return "\n".join(sections)
 
 
@@ -38,7 +58,7 @@ def verdicts(path: Path) -> dict[str, list[str]]:
     """What a page says of each family, by column."""
     found = {}
     for line in path.read_text().splitlines():
-        if match := re.match(r"\| `(\w+)` \| (.*) \|$", line):
+        if match := re.match(r"\| `([\w.-]+)` \| (.*) \|$", line):
             found[match[1]] = match[2].split(" | ")
     return found
 

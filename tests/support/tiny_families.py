@@ -24,6 +24,11 @@ GATED_DELTA = {
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_chunk_size": 32}
 # Fewer tokens than most prompts have, and heads enough for scores to differ: zeros would be equal.
 INDEXER = {"index_topk": 24, "index_head_dim": 32, "index_n_heads": 8}
+# Positions of pictures have three axes, between which the elements of a head are divided.
+MROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]}
+SHORT_MROPE = MROPE | {"mrope_section": [2, 3, 3]}
+MROPE_LAST = MROPE | {"mrope_section": [3, 3, 2]}
+HALF_MROPE = MROPE | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}
 # What makes a family's features occur. None takes a size away, so that the family's own default holds.
 SETTINGS: dict[str, dict[str, Any]] = {
     "aria_text": {"moe_num_shared_experts": 1},
@@ -35,12 +40,28 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "cohere": {"use_qk_norm": True, "logit_scale": 2.0},
     "cohere2": {"logit_scale": 2.0},
     "cohere2_moe": {"num_shared_experts": 1, "logit_scale": 2.0, "prefix_dense_intermediate_size": 64},
+    "cohere_compass_text": {
+        "layer_types": ["full_attention", "sliding_attention"] * 2, "logit_scale": 2.0,
+        "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), SHORT_MROPE),
+    },
     "cwm": {"bos_token_id": 1},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "num_key_value_heads": 2},
     "deepseek_v2": {"num_key_value_heads": 4, "q_lora_rank": None},
     "deepseek_v3": {"num_key_value_heads": 4, "n_shared_experts": 1, "n_group": 4, "topk_group": 2},
     "deepseek_v32": {"num_key_value_heads": 4, "n_group": 4, "topk_group": 2, **INDEXER},
     "dots1": {"n_shared_experts": 1, "max_window_layers": 2},
+    "dots3_note_text": {
+        "num_key_value_heads": 4, "n_group": 4, "topk_group": 2, "shared_experts_intermediate_size": 64,
+        "swa_num_attention_heads": 2, "swa_num_key_value_heads": 2, "swa_q_lora_rank": 40, "swa_kv_lora_rank": 32,
+        "swa_head_dim": 40, "swa_qk_nope_head_dim": 24, "swa_qk_rope_head_dim": 16, "swa_v_head_dim": 20,
+        "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention", "sliding_attention"],
+        "head_dim": 40, **INDEXER,
+    },
     "ernie4_5_moe": {"moe_num_shared_experts": 1, "moe_layer_end_index": 3, "use_bias": True},
+    "ernie4_5_vl_moe_text": {
+        "moe_intermediate_size": [64, 32], "moe_num_shared_experts": 1, "use_bias": True, "rope_parameters": MROPE_LAST,
+        "tie_word_embeddings": False,
+    },
     "exaone4": {"sliding_window_pattern": 2},
     "exaone_moe": {"sliding_window_pattern": 2},
     "falcon_h1": {
@@ -60,9 +81,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "glm": {"pad_token_id": 0},
     "glm4": {"pad_token_id": 0},
     "glm4_moe_lite": {"num_key_value_heads": 4, "v_head_dim": 48},
+    "glm4v_moe_text": {"rope_parameters": HALF_MROPE},
+    "glm4v_text": {"pad_token_id": 0, "rope_parameters": HALF_MROPE},
+    "glm_ocr_text": {"pad_token_id": 0, "rope_parameters": SHORT_MROPE},
     "granite": {
         "logits_scaling": 3.0, "residual_multiplier": 0.5, "embedding_multiplier": 2.0, "attention_multiplier": 0.2,
     },
+    "granite4_vision_text": {
+        "logits_scaling": 3.0, "residual_multiplier": 0.5, "embedding_multiplier": 2.0, "attention_multiplier": 0.2,
+    },
+    "granite_docling_text": {"pad_token_id": 0, "tie_word_embeddings": False},
     "granitemoe": {
         "logits_scaling": 3.0, "residual_multiplier": 0.5, "embedding_multiplier": 2.0, "attention_multiplier": 0.2,
         "tie_word_embeddings": True,
@@ -88,6 +116,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "sliding_attention"] * 2, "num_attention_heads_per_layer": [4, 6, 4, 6],
         "num_attention_heads": 4,
     },
+    "lara_mini": {
+        "layer_types": ["linear_attention", "sliding_attention", "full_attention", "linear_attention"],
+        "tie_word_embeddings": False, **GATED_DELTA,
+    },
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "pad_token_id": 0, "tie_word_embeddings": False},
     "lfm2_moe": {
         "layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1, "pad_token_id": 0,
@@ -112,6 +144,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "linear_attention"] * 2, "block_size": 32, "full_attn_alpha_factor": 1.5,
         "linear_attn_beta_factor": 0.7, "mlp_alpha_factor": 1.2,
     },
+    "mistral4": {"num_key_value_heads": 4},
+    "muse_spark_text": {"moe_hidden_size": 48},
     "nemotron": {"head_dim": 32},
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "full_attention", "moe", "mlp", "linear_attention"],
@@ -120,16 +154,33 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "olmo_hybrid": {"num_key_value_heads": 4, "pad_token_id": 0},
     "olmoe": {"num_key_value_heads": 4, "clip_qkv": 2.0},
+    "paddleocr_vl_text": {"pad_token_id": 0, "rope_parameters": MROPE},
     "phi": {"qk_layernorm": True},
     "phi3": {"pad_token_id": 0},
     "qwen2": {"use_sliding_window": True, "max_window_layers": 2},
+    "qwen2_5_omni_text": {"use_sliding_window": True, "max_window_layers": 2, "rope_parameters": SHORT_MROPE},
+    "qwen2_5_vl_text": {"use_sliding_window": True, "max_window_layers": 2, "rope_parameters": SHORT_MROPE},
     "qwen2_moe": {"use_sliding_window": True, "max_window_layers": 3},
+    "qwen2_vl_text": {"use_sliding_window": True, "max_window_layers": 2, "rope_parameters": SHORT_MROPE},
     "qwen3": {"use_sliding_window": True, "max_window_layers": 2},
     "qwen3_5_moe_text": GATED_DELTA,
     "qwen3_5_text": GATED_DELTA,
     "qwen3_moe": {"norm_topk_prob": True},
     "qwen3_next": GATED_DELTA,
+    "qwen3_omni_moe_text": {"sliding_window": None, "norm_topk_prob": True, "rope_parameters": MROPE},
+    "qwen3_vl_moe_text": {"rope_parameters": MROPE},
+    "qwen3_vl_text": {"rope_parameters": MROPE},
+    "sarvam_mla": {"num_key_value_heads": 4, "n_group": 4, "topk_group": 2},
     "smollm3": {"use_sliding_window": True, "no_rope_layer_interval": 2, "pad_token_id": 0},
+    "step3p5": {
+        "pad_token_id": 0, "layer_types": ["full_attention", "sliding_attention"] * 2, "share_expert_dim": 64,
+        "num_sliding_attention_heads": 6, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        "swiglu_limits": [None, None, 0.4, None], "swiglu_limits_shared": [None, None, 0.5, 0],
+    },
     "stablelm": {"use_qkv_bias": True, "qk_layernorm": True, "num_key_value_heads": 2},
     "youtu": {"num_key_value_heads": 4},
 }  # fmt: skip
@@ -189,11 +240,11 @@ def build_model(family: str, **sizes: Any) -> Any:
 
     `sizes` take the place of those in SIZES.
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    from moedge.runtime.model.text_class import text_class
 
     config = tiny_config(family, **sizes)
     torch.manual_seed(sum(map(ord, family)))
-    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).float().eval()
+    model = text_class(type(config))(config).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             spread = 0.3 if parameter.dim() > 1 else 0.1
@@ -203,7 +254,7 @@ def build_model(family: str, **sizes: Any) -> Any:
             # Corrections of routers, which decide between experts.
             if "bias" in name and buffer.is_floating_point():
                 buffer.add_(torch.randn_like(buffer) * 0.1)
-        if config.tie_word_embeddings:
+        if getattr(config, "tie_word_embeddings", False):
             # A tied head otherwise repeats the last token for ever.
             model.get_input_embeddings().weight.mul_(0.1)
     return model
@@ -236,58 +287,4 @@ def save_tiny(family: str, folder: Path, **sizes: Any) -> Any:
     model = build_model(family, **sizes)
     model.save_pretrained(folder)
     build_tokenizer(folder, model.config.get_text_config().vocab_size)
-    return model
-
-
-# The other parts of a model that also sees: as small as they can be.
-_VISION: dict[str, Any] = {
-    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
-    "patch_size": 14,
-}  # fmt: skip
-_HEADS = {"num_key_value_heads": 2, "head_dim": 16}
-_QWEN_VISION: dict[str, Any] = {
-    "depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64, "patch_size": 14,
-    "num_position_embeddings": 16,
-}  # fmt: skip
-MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
-    "aria": ("aria_text", {"vision_config": {**_VISION, "model_type": "idefics3_vision"}}),
-    "gemma3": (
-        "gemma3_text",
-        {"vision_config": {**_VISION, "model_type": "siglip_vision_model"}, "mm_tokens_per_image": 4},
-    ),
-    "gemma4": (
-        "gemma4_text",
-        {"vision_config": {**_VISION, **_HEADS, "model_type": "gemma4_vision"}, "audio_config": None},
-    ),
-    "gemma4_unified": ("gemma4_unified_text", {}),
-    "llama4": (
-        "llama4_text",
-        {"vision_config": {
-            **_VISION, "model_type": "llama4_vision_model", "vision_output_dim": 32, "projector_input_dim": 32,
-            "projector_output_dim": 32,
-        }},
-    ),
-    "llava": ("llama", {"vision_config": {**_VISION, "model_type": "clip_vision_model"}}),
-    "qwen3_5": ("qwen3_5_text", {"vision_config": {**_QWEN_VISION, "model_type": "qwen3_5_vision"}}),
-    "qwen3_5_moe": ("qwen3_5_moe_text", {"vision_config": {**_QWEN_VISION, "model_type": "qwen3_5_moe_vision"}}),
-    "mistral3": ("mistral", {"vision_config": {**_VISION, "model_type": "pixtral", "head_dim": 16}}),
-}  # fmt: skip
-
-
-def save_multimodal(model_type: str, folder: Path) -> Any:
-    """Writes the tiny checkpoint of a whole model around a family's tiny text model; returns the whole model."""
-    from transformers import AutoModelForImageTextToText
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    text, others = MULTIMODAL[model_type]
-    inner = build_model(text)
-    config = CONFIG_MAPPING[model_type](
-        text_config=inner.config.to_dict(), tie_word_embeddings=inner.config.tie_word_embeddings, **others
-    )
-    torch.manual_seed(3)
-    model = AutoModelForImageTextToText.from_config(config).float().eval()
-    model.get_decoder().load_state_dict(inner.get_decoder().state_dict())
-    model.get_output_embeddings().weight.data.copy_(inner.get_output_embeddings().weight)
-    model.save_pretrained(folder)
-    build_tokenizer(folder, inner.config.vocab_size)
     return model

@@ -45,9 +45,12 @@ INERT = {
     # Follow from other fields, which transformers' classes compare.
     "expand", "mamba_d_head",
     # Of training.
+    "lambda_std_dev",
     "mtp_loss_scaling_factor",
     # Any other than the default is refused.
     "time_step_limit",
+    # Of classes that answer with a label.
+    "pooling",
 }  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """A ModelShape read without torch agrees with the model that transformers builds."""
 
+import copy
 import json
 import shutil
 import subprocess
@@ -27,8 +28,8 @@ from moedge.runtime.settings import errors
 from moedge.runtime.settings.errors import OldTransformers, UnsupportedModel
 from moedge.runtime.settings.settings import MemoryBudget
 from moedge.runtime.shape import families
-from moedge.runtime.shape.checkpoint_shape import read_shape
-from moedge.runtime.shape.config import ModelConfig
+from moedge.runtime.shape.checkpoint_shape import open_checkpoint, read_shape
+from moedge.runtime.shape.config import TWO_CALLS, ModelConfig, kv_heads, window
 from moedge.runtime.shape.families import INDEXED, MOE, SINCE, SUPPORTED
 from moedge.runtime.shape.formula import is_worked_out, shape_of_config
 from moedge.runtime.shape.model_shape import KVGroup, ModelShape, shape_from_json
@@ -42,8 +43,9 @@ from support.tiny_families import FEATURES, build_model, stored_numel, tiny_conf
 
 
 def read(folder: Path) -> ModelShape:
-    with Checkpoint(folder) as files:
-        return model_shape(ModelConfig.read(folder), files.entries)
+    config = ModelConfig.read(folder)
+    with open_checkpoint(config, folder) as files:
+        return model_shape(config, files.entries)
 
 
 # Experts of every kind, latents, indexers and states; `make matrix` runs every family.
@@ -54,7 +56,7 @@ def test_shape_agrees_with_the_stock_model(family: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     shape = read(tmp_path)
     assert shape.parameters == stored_numel(model)
-    assert (shape.head is None) == model.config.tie_word_embeddings
+    assert (shape.head is None) == getattr(model.config, "tie_word_embeddings", False)
     # The definition that will be filled, with what llama4 needs.
     defined = define(ModelConfig.read(tmp_path), torch.float32)
     layers = defined.get_decoder().layers
@@ -135,14 +137,23 @@ def test_a_checkpoint_that_calls_itself_kimi_k2_is_deepseek_v3(
 @pytest.mark.parametrize("family", sorted(INDEXED))
 def test_an_indexer_has_keys_of_its_own(family: str, checkpoint: Callable[[str], Path]) -> None:
     shape = read(checkpoint(family))
-    layers = (0, 2) if family == "glm_moe_dsa" else (0, 1, 2, 3)
-    latents, indexers = shape.kv_groups
-    assert latents.layers == (0, 1, 2, 3)
+    layers = (0, 2) if family in {"dots3_note_text", "glm_moe_dsa"} else (0, 1, 2, 3)
+    *latents, indexers = shape.kv_groups
+    assert sorted(layer for group in latents for layer in group.layers) == [0, 1, 2, 3]
     assert indexers == KVGroup(layers, 1, 32, None, chosen=24)
     assert shape.context == tiny_config(family).max_position_embeddings
     assert shape_from_json(json.loads(json.dumps(asdict(shape)))) == shape
     unpacked = {matrix.name for layer in shape.layers for matrix in layer.dense if matrix.unpacked}
     assert unpacked == {"self_attn.kv_b_proj", "self_attn.indexer.weights_proj"}
+
+
+def test_layers_that_slide_have_latents_of_their_own(checkpoint: Callable[[str], Path]) -> None:
+    found = [
+        (group.layers, group.head_dim, group.query_heads, group.window)
+        for group in read(checkpoint("dots3_note_text")).kv_groups
+        if group.is_latent
+    ]
+    assert found == [((0, 2), 48, 4, None), ((1, 3), 32, 2, 16)]
 
 
 @pytest.mark.parametrize(
@@ -162,6 +173,29 @@ def test_layers_of_kimi_linear_count_from_1_in_its_files() -> None:
     assert config.get("layer_types") == wanted.layer_types
     found = [config.get(name) for name in ("linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim")]
     assert found == [wanted.linear_head_dim, wanted.linear_num_heads, wanted.linear_conv_kernel_dim] == [16, 6, 3]
+
+
+def test_the_lists_of_step_3_5_are_those_of_its_layers() -> None:
+    """Files have entries for layers that predict further tokens, too, and rotary settings for every layer."""
+    kinds = ["full_attention", "sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+    values = {
+        "num_hidden_layers": 4, "num_nextn_predict_layers": 1, "layer_types": kinds, "moe_layers_enum": "2,3,4",
+        "num_attention_groups": 4, "num_attention_heads": 8, "head_dim": 16, "moe_num_experts": 12, "moe_top_k": 3,
+        "rope_theta": [5e6, 1e4, 1e4, 5e6, 1e4], "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5, 1.0],
+        "attention_other_setting": {"num_attention_heads": 12}, "swiglu_limits": [0.0, 0.0, 7.0, 0.0, 0.0],
+        "sliding_window": 64, "rope_scaling": None,
+    }  # fmt: skip
+    found = ModelConfig({"model_type": "step3p5", **copy.deepcopy(values)})
+    theirs = CONFIG_MAPPING["step3p7"](text_config=values).text_config
+    for name in ("layer_types", "mlp_layer_types", "num_sliding_attention_heads", "swiglu_limits", "rope_parameters"):
+        assert found.get(name) == getattr(theirs, name), name
+    assert (found.num_experts, found.experts_per_token, kv_heads(found, 1)) == (12, 3, 4)
+    assert [window(found, layer) for layer in range(4)] == [None, 64, 64, None]
+    again = CONFIG_MAPPING["step3p7"](text_config={**found.values}).text_config
+    predicting = {"mtp_layer_types", "mtp_mlp_layer_types", "num_nextn_predict_layers"}
+    assert {k: v for k, v in again.to_dict().items() if k not in predicting} == {
+        k: v for k, v in theirs.to_dict().items() if k not in predicting
+    }
 
 
 @pytest.mark.parametrize("name", SINCE)
@@ -202,8 +236,9 @@ def check_heads(shape: ModelShape, layers: Any) -> None:
     modules = [one for layer in layers for one in layer.modules() if hasattr(one, "expand_kv")]
     for group in shape.kv_groups:
         if group.is_latent:
-            assert [one.layer_idx for one in modules] == list(group.layers)
-            sizes = {(one.kv_lora_rank, one.qk_rope_head_dim, one.num_heads) for one in modules}
+            own = [one for one in modules if one.layer_idx in group.layers]
+            assert [one.layer_idx for one in own] == list(group.layers)
+            sizes = {(one.kv_lora_rank, one.qk_rope_head_dim, one.num_heads) for one in own}
             assert sizes == {(group.head_dim, group.rope_dim, group.query_heads)}
             continue
         if group.is_index:
@@ -212,7 +247,8 @@ def check_heads(shape: ModelShape, layers: Any) -> None:
             assert {(one.head_dim, one.index_topk) for one in indexers} == {(group.head_dim, group.chosen)}
             continue
         for index in group.layers:
-            attention = getattr(layers[index], "self_attn", None) or layers[index].mixer
+            layer = layers[index // (2 if shape.model_type in TWO_CALLS else 1)]
+            attention = getattr(layer, "self_attn", None) or layer.mixer
             assert group.head_dim == max(attention.head_dim, getattr(attention, "v_head_dim", 0))
             if isinstance(getattr(attention, "k_proj", None), nn.Linear):
                 assert group.kv_heads * attention.head_dim == attention.k_proj.out_features
