@@ -13,8 +13,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...offload.checkpoint.checkpoint import read_inside
+from ...offload.errors import BadStore
 from ...offload.store.manifest import RESIDENT_FILE, LinkedShard, LinkedTensor
-from ...offload.store.shard_file import read_shard
+from ...offload.store.shard_file import ShardExtent, damage, is_sound, read_rows, read_shard
 from ...offload.store.store import Store
 from ...offload.store.writer import StoreWriter, TensorSpec
 from ...quant.tensor import SAFETENSORS_DTYPES
@@ -56,8 +57,40 @@ def write_resident(
         file.linked.update(linked)
 
 
-def read_resident(store: Store, model: PreTrainedModel) -> None:
-    """Gives a meta model its resident parameters. Raises UnsupportedModel where the store has other ones."""
+# Smaller embeddings stay in memory.
+_LEAST_NBYTES = 4 << 20
+
+
+class StoredEmbedding(nn.Module):
+    """An embedding [V, D] whose rows are read from the disk as passes gather them: thousands of tokens, not all.
+
+    `inner` computes with them: some models scale what they look up.
+    """
+
+    def __init__(self, inner: nn.Embedding, extent: ShardExtent, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.inner = inner
+        self._extent = extent
+        self._shape, self._dtype = inner.weight.shape, dtype
+        # It would be an index of all rows.
+        inner.padding_idx = None
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        wanted, places = torch.unique(token_ids, return_inverse=True)
+        if len(wanted) and not 0 <= int(wanted[0]) <= int(wanted[-1]) < self._shape[0]:
+            raise IndexError(f"token ids from {wanted[0]} to {wanted[-1]}, wanted 0 to {self._shape[0] - 1}")
+        rows = torch.empty(len(wanted), self._shape[1], dtype=self._dtype)
+        read_rows(self._extent, wanted.tolist(), self._shape[1] * self._dtype.itemsize, _view(rows))
+        self.inner.weight = nn.Parameter(rows, requires_grad=False)
+        found: torch.Tensor = self.inner(places)
+        return found
+
+
+def read_resident(store: Store, model: PreTrainedModel, rows_from_disk: bool = False) -> None:
+    """Gives a meta model its resident parameters; large embeddings stay on the disk with `rows_from_disk`.
+
+    Raises UnsupportedModel where the store has other ones, BadStore.
+    """
     wanted = dict(_resident_tensors(model))
     stored = {name: tensor for name, tensor in store.resident.items() if not name.startswith(FILE_PREFIX)}
     if wanted.keys() != stored.keys():
@@ -65,14 +98,21 @@ def read_resident(store: Store, model: PreTrainedModel) -> None:
         raise UnsupportedModel(
             f"{store.folder} and the model differ in resident parameters {different}; prepare it again"
         )
+    # A tied head multiplies by all of its rows.
+    whole = model.get_input_embeddings() if model.config.tie_word_embeddings else None
     for name, tensor in stored.items():
-        value = torch.empty(tensor.shape, dtype=SAFETENSORS_DTYPES[tensor.dtype])
-        read_shard(tensor.extent, _view(value))
         path, _, attribute = name.rpartition(".")
+        module, extent = model.get_submodule(path), tensor.extent
+        large = isinstance(module, nn.Embedding) and extent.nbytes >= _LEAST_NBYTES
+        if rows_from_disk and large and len(extent.parts) == 1 and module is not whole:
+            if not is_sound(extent):
+                raise BadStore(damage(extent))
+            model.set_submodule(path, StoredEmbedding(module, extent, SAFETENSORS_DTYPES[tensor.dtype]))
+            continue
+        value = torch.empty(tensor.shape, dtype=SAFETENSORS_DTYPES[tensor.dtype])
+        read_shard(extent, _view(value))
         is_parameter = isinstance(wanted[name], nn.Parameter)
-        setattr(
-            model.get_submodule(path), attribute, nn.Parameter(value, requires_grad=False) if is_parameter else value
-        )
+        setattr(module, attribute, nn.Parameter(value, requires_grad=False) if is_parameter else value)
     model.tie_weights()
 
 

@@ -3,11 +3,15 @@
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from moedge.moe.streaming_mode import Mode
+from moedge.offload.errors import BadStore
+from moedge.offload.store.shard_file import ShardExtent
+from moedge.offload.store.store import Store
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine
 from moedge.runtime.loading.prepare import prepare
@@ -15,7 +19,9 @@ from moedge.runtime.plan.placement import Plan, Workload
 from moedge.runtime.plan.planner import budget_range, make_plan
 from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.settings.settings import Budgets, MemoryBudget, Settings
+from moedge.runtime.source import stored_model
 from moedge.runtime.source.model_source import ModelSource, open_source
+from moedge.runtime.source.stored_model import StoredEmbedding
 
 LENGTHS, NEW_TOKENS = (3, 40, 17), 10
 JOB = Workload(len(LENGTHS), max(LENGTHS) + NEW_TOKENS)
@@ -86,6 +92,58 @@ def test_a_wrong_byte_in_a_streamed_expert_shows(checkpoint: Callable[[str], Pat
             generate(source, plan, tmp_path / "store")
     assert type(broken.value).__name__ == "StreamBroken"
     assert wanted
+
+
+@pytest.mark.parametrize(
+    ("family", "stored"), [("qwen3_moe", 1), ("gpt_oss", 1), ("granitemoe", 0), ("gemma3_text", 0), ("gemma4_text", 1)]
+)
+def test_rows_of_large_embeddings_are_read_from_the_disk(
+    family: str, stored: int, checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that the output head shares stay in memory; Gemma 4 has a second one, for inputs of layers."""
+    monkeypatch.setattr(stored_model, "_LEAST_NBYTES", 1)
+    read: list[int] = []
+    read_rows = stored_model.read_rows
+
+    def counted(extent: ShardExtent, rows: list[int], *others: Any) -> None:
+        read.extend(rows)
+        read_rows(extent, rows, *others)
+
+    monkeypatch.setattr(stored_model, "read_rows", counted)
+    with open_source(str(checkpoint(family))) as source:
+        smallest, whole = budget_range(source.shape, settings("none"), JOB)
+        plans = [make_plan(source.shape, settings("none"), MemoryBudget(each), JOB) for each in (2 * whole, smallest)]
+        prepare(source, tmp_path / "store", "none", "fp32", Budgets().on_cpu())
+        # Key offsets were measured with it.
+        read.clear()
+        wanted, _, _ = generate(source, plans[0], tmp_path / "store")
+        assert read == []
+        found, _, _ = generate(source, plans[1], tmp_path / "store")
+        assert found == wanted
+        with closing(load_engine(source, plans[1], tmp_path / "store")) as loaded:
+            embeddings = [each for each in loaded.model.model.modules() if isinstance(each, StoredEmbedding)]
+            assert len(embeddings) == stored
+            assert bool(read) == bool(stored)
+            for each in embeddings:
+                with pytest.raises(IndexError, match="wanted 0 to"):
+                    each(torch.tensor([[0, each._shape[0]]]))
+
+
+def test_an_embedding_that_is_damaged_is_noticed_when_it_is_opened(
+    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_model, "_LEAST_NBYTES", 1)
+    with open_source(str(checkpoint("qwen3_moe"))) as source:
+        smallest, _ = budget_range(source.shape, settings("none"), JOB)
+        plan = make_plan(source.shape, settings("none"), MemoryBudget(smallest), JOB)
+        prepare(source, tmp_path / "store", "none", "fp32", Budgets().on_cpu())
+        with Store.open(tmp_path / "store") as store:
+            extent = store.resident["model.embed_tokens.weight"].extent
+        with extent.path.open("r+b") as file:
+            file.seek(extent.offset + extent.nbytes // 2)
+            file.write(b"\xff\xff\xff\xff")
+        with pytest.raises(BadStore, match="do not match their CRC32"):
+            load_engine(source, plan, tmp_path / "store")
 
 
 def test_a_store_opens_without_its_checkpoint(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
