@@ -23,6 +23,7 @@ from moedge.runtime.jobs.job import Measured, Running
 from moedge.runtime.jobs.request import BatchRequest
 from moedge.runtime.jobs.session import Checked, Ended
 from moedge.runtime.jobs.summary import summarise_rows
+from moedge.runtime.plan.memory_ledger import TierLedger
 from moedge.runtime.settings.settings import Settings
 from moedge.runtime.shape.model_shape import KVGroup
 
@@ -154,7 +155,8 @@ def fake_plan(settings: Settings) -> Any:
 
 
 def fake_loaded(engine: FakeEngine, key_offsets: Any = None, close: Callable[[], None] = lambda: None) -> Any:
-    ledger = SimpleNamespace(over_budget=[], check=lambda: None)
+    computing = TierLedger("host", None)
+    ledger = SimpleNamespace(over_budget=[], check=lambda: None, computing=computing)
     ledger.measure = lambda: ledger
     experts = SimpleNamespace(stats=SimpleNamespace(layers={}), cache=None)
     return SimpleNamespace(
