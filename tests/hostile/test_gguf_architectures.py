@@ -1,5 +1,5 @@
-"""Of any architecture's GGUF file a key that is missing or of another kind, and a tensor of another shape, are refused
-in a sentence, or read.
+"""Of a GGUF file of any architecture (`runtime/shape/gguf_architectures.py`) a key that is missing or of another kind,
+and a tensor of another shape, are refused in a sentence, or read.
 """
 
 import json
@@ -48,7 +48,7 @@ def is_refused(record: dict[str, Any], metadata: dict[str, Any]) -> bool:
     return bool(message)
 
 
-@pytest.mark.sample("qwen3_5_moe_text")
+@pytest.mark.sample("lfm2_moe")
 @pytest.mark.parametrize("case", FAMILIES)
 def test_keys_and_shapes_that_are_others_are_refused_or_read(case: str) -> None:
     record = json.loads(record_of(case).read_text())
