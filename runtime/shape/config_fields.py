@@ -147,10 +147,11 @@ FIELDS: dict[str, Rule] = {
     "original_max_position_embeddings": _LENGTH,
     # Experts
     "num_experts": _COUNT,
-    "num_local_experts": _COUNT,
+    # 0 is what dense models of a family with experts say.
+    "num_local_experts": _SOME,
     "n_routed_experts": _COUNT,
     "moe_num_experts": _COUNT,
-    "num_experts_per_tok": _COUNT,
+    "num_experts_per_tok": _SOME,
     "moe_k": _COUNT,
     "moe_topk": _COUNT,
     "top_k_experts": _COUNT,

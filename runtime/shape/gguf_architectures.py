@@ -140,7 +140,7 @@ def _gemma4(file: File, values: Values) -> Values:
         "num_global_key_value_heads": by_layer[full] if shares else None,
         "rope_parameters": {"full_attention": rope, "sliding_attention": local},
         # Layers that take keys and values from others have twice as much of it, then.
-        "intermediate_size": lengths[0] if isinstance(lengths, list) else lengths,
+        "intermediate_size": lengths[0] if isinstance(lengths, list) and lengths else lengths,
         "use_double_wide_mlp": isinstance(lengths, list),
         "enable_moe_block": bool(values["num_experts"]),
     }
@@ -163,12 +163,12 @@ def _latent(file: File, values: Values) -> Values:
     keys, lengths = file.get("attention.key_length_mla"), ("attention.key_length", "attention.value_length")
     key, value = (file.size(name if keys is None else f"{name}_mla") for name in lengths)
     scale = file.get("rope.scaling.yarn_log_multiplier")
-    if rope["rope_type"] == "yarn" and scale:
+    if rope["rope_type"] == "yarn" and isinstance(scale, float) and scale:
         # A tenth of it; published models have both of the same size.
         scale = float(f"{10 * scale:.4g}")
         rope = {**rope, "mscale": scale, "mscale_all_dim": scale}
     sigmoid = file.get("expert_gating_func") == _SIGMOID or _has("exp_probs_b.bias")(file)
-    choice = "group_limited_greedy" if (values["n_group"] or 1) > 1 else "greedy"
+    choice = "group_limited_greedy" if file.size("expert_group_count", 1) > 1 else "greedy"
     softmax = {} if sigmoid else {"model_type": "deepseek_v2", "topk_method": choice}
     return {
         "num_key_value_heads": heads, "head_dim": None, "qk_rope_head_dim": rotated,
@@ -322,7 +322,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
          "num_shared_experts": "expert_shared_count", "route_scale": "expert_weights_scale"},
         {"mup_enabled": True},
     ),
-    "arcee": Architecture("arcee", _BIASES),
+    "arcee": Architecture("arcee", {**_BIASES, "mlp_bias": lambda file: _biased(file, ("ffn_up", "ffn_down"))}),
     "cohere2": Architecture(
         "cohere2",
         {**_WINDOW, "layer_types": _sliding(4), "logit_scale": "logit_scale", "layer_norm_eps": _LAYER_NORM},
@@ -369,9 +369,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "gemma2",
         {**_WINDOW, "attn_logit_softcapping": "attn_logit_softcapping",
          "final_logit_softcapping": "final_logit_softcapping"},
-        {"hidden_activation": "gelu_pytorch_tanh"}, own=_gemma,
+        own=_gemma,
     ),
-    "gemma3": Architecture("gemma3_text", _WINDOW, {"hidden_activation": "gelu_pytorch_tanh"}, own=_gemma3),
+    "gemma3": Architecture("gemma3_text", _WINDOW, own=_gemma3),
     "gemma4": Architecture(
         "gemma4_text",
         {**_moe(per_token="top_k_experts"), **_WINDOW, "layer_types": _sliding(6),
@@ -380,7 +380,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
          "num_kv_shared_layers": "attention.shared_kv_layers", "final_logit_softcapping": "final_logit_softcapping",
          "hidden_size_per_layer_input": "embedding_length_per_layer_input",
          "vocab_size_per_layer_input": _inputs_by_layer},
-        {"hidden_activation": "gelu_pytorch_tanh"}, own=_gemma4, partial=None, nulls=("final_logit_softcapping",),
+        own=_gemma4, partial=None, nulls=("final_logit_softcapping",),
     ),
     "glm4": Architecture("glm4", {"attention_bias": _has("attn_q.bias")}, partial=True),
     "glm4moe": Architecture(

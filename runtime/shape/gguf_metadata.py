@@ -48,10 +48,10 @@ class File:
     def only(self, key: str, default: Any = None) -> Any:
         """The number of a list that layers have, where some have 0."""
         value = self.get(key, default)
-        found = sorted({each for each in value if each}) if isinstance(value, list) else [value]
-        if len(found) != 1:
+        found = {each for each in value if each} if isinstance(value, list) else {value}
+        if len(found) != 1 or not all(type(each) is int for each in found):
             raise UnsupportedModel(f"GGUF: {self.architecture}.{key} is {described(value)}, wanted one number or 0")
-        return found[0]
+        return found.pop()
 
     @property
     def predicting(self) -> int:

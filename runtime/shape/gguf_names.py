@@ -340,6 +340,7 @@ NAMINGS: Mapping[str, Naming] = {
             if isinstance(each, WeightPart)},
          **_network("mixer"), **_experts("mixer.experts"), **_network("mixer.shared_experts", suffix="_shexp"),
          **_state("mixer"), "attn_norm": "norm", "ffn_gate_inp": "mixer.gate",
+         "ffn_latent_down": "mixer.fc1_latent_proj", "ffn_latent_up": "mixer.fc2_latent_proj",
          **_corrections("mixer.gate.e_score_correction_bias")},
         {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"},
         "backbone.layers",
@@ -356,7 +357,9 @@ NAMINGS: Mapping[str, Naming] = {
     "qwen3_5_text": Naming({**_LAYER, **_QWEN_3_5}, less_one=_less_one_but_gated),
     "qwen3_moe": Naming(_MOE),
     "qwen3_next": Naming(
-        {**_MOE, **_SHARED_BY_GATE, **_DELTA, "ssm_ba": "linear_attn.in_proj_ba", "attn_gate": None,
+        # The oldest files have the matrix of all four as it was.
+        {**_MOE, **_SHARED_BY_GATE, **_DELTA, "ssm_in": "linear_attn.in_proj_qkvz", "ssm_ba": "linear_attn.in_proj_ba",
+         "attn_gate": None,
          "attn_qkv": WeightPart("linear_attn.in_proj_qkvz", ("attn_gate",), queries_by_head)},
         less_one=_less_one_but_gated,
     ),

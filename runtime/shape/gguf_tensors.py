@@ -138,7 +138,8 @@ def _shape(
         shapes = [_merged(shape, index in part.flipped) for index, shape in enumerate(shapes)]
     vector = len(shapes[0]) == 1 or sources[0].name.endswith(".bias")
     axis = -1 if vector else -2
-    others = {shape[:axis] + shape[len(shape) + axis + 1 :] for shape in shapes}
+    # All dimensions but that of rows.
+    others = {(shape[:axis], shape[len(shape) + axis + 1 :], len(shape)) for shape in shapes}
     if len(others) > 1:
         found = " and ".join(f"{described(source.name)} {list(source.shape)}" for source in sources)
         raise BadCheckpoint(f"{found} do not join: but for their rows they are of different shapes")

@@ -40,6 +40,11 @@ _QWEN2 = Words((rf"{_ENDINGS}|{_LETTERS}|\p{{N}}|{_OTHERS}",))
 _GPT4O = Words((_by_case(_UPPER, _LOWER, f"{_ENDINGS}?", r"\p{N}{1,3}", _PATHS),))
 _UPPER_APART, _LOWER_APART = (f"{each[:-1]}&&[^\\p{{Han}}]]" for each in (_UPPER, _LOWER))
 _KANA = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+# As llama.cpp has it.
+_ASIAN = (
+    "[\u4e00-\u9fff\u3400-\u4dbf\u8c48-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0e7f"
+    "\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+"
+)
 _AFTER_SIGN = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
@@ -82,6 +87,7 @@ WORDS: Mapping[str, Words] = {
     ),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _GPT4O),
     **dict.fromkeys(("tiny_aya", "cohere2moe"), Words((_THOUSANDS, *_GPT4O.patterns))),
+    "afmoe": Words((_THOUSANDS, _ASIAN, _AFTER_SIGN)),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _DEEPSEEK3),
     "deepseek-llm": Words(
         (r"[\r\n]", rf"\s?[{_CASED}]+", "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+", r"\s+$",

@@ -24,7 +24,7 @@ import transformers
 
 from matrix.state import ROOT, Part
 from support.family_run import run_checkpoint, stock_tokens
-from support.gguf_converted import FAMILIES, RECORDS, convert, exact_in_blocks, record, save, write_record
+from support.gguf_converted import FAMILIES, convert, exact_in_blocks, record, record_of, save, write_record
 from support.real.smollm2 import expect
 
 SOURCES = "llama-cpp-python==0.3.36"
@@ -61,7 +61,7 @@ def faults(family: str, kind: str = "ALL_F32", *options: str) -> list[str]:
 
 def changes(family: str) -> list[str]:
     """Writes the record anew; a fault where it was another."""
-    path = RECORDS / f"{family}.json"
+    path = record_of(family)
     with tempfile.TemporaryDirectory() as folder:
         found = json.loads(json.dumps(record(converter(), family, Path(folder))))
     if path.exists() and json.loads(path.read_text()) == found:

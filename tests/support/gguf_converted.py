@@ -31,29 +31,38 @@ SIZES: dict[str, Any] = {
     "routed_scaling_factor": 1.5, "route_scale": 1.5, "max_position_embeddings": 4096,
 }  # fmt: skip
 _DELTA = {
-    "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 16, "linear_value_head_dim": 48,
 }  # fmt: skip
 _LATENT = {"num_key_value_heads": 6}
-# By family: sizes that replace those of tiny_families.SETTINGS: a file has what those leave out, or cannot say it.
+# By family, and what is special of a case behind `+`: sizes that replace those of tiny_families.SETTINGS: a file has
+# what those leave out, or cannot say it.
 FAMILIES: dict[str, dict[str, Any]] = {
-    "afmoe": {"mup_enabled": True},
-    "arcee": {},
+    "afmoe": {"mup_enabled": True, "num_dense_layers": 2, "num_shared_experts": 3},
+    "arcee": {"attention_bias": True, "mlp_bias": True},
     "cohere": {},
     "cohere2": {},
-    "cohere2_moe": {"first_k_dense_replace": 1},
-    "deepseek_v2": {**_LATENT, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"},
+    "cohere2_moe": {"first_k_dense_replace": 1, "norm_topk_prob": False},
+    "deepseek_v2": {
+        **_LATENT, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy", "n_shared_experts": 3,
+    },
     "deepseek_v3": {
         **_LATENT, "rope_parameters": {
             "rope_type": "yarn", "factor": 4.0, "rope_theta": 20_000.0, "original_max_position_embeddings": 1024,
             "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
         },
     },
-    "deepseek_v32": _LATENT,
-    "dots1": {"sliding_window": None, "max_window_layers": 99, "norm_topk_prob": True},
-    "ernie4_5": {},
-    "ernie4_5_moe": {"use_bias": False, "moe_num_shared_experts": 2},
+    "deepseek_v32": {**_LATENT, "n_shared_experts": 3},
+    "dots1": {"sliding_window": None, "max_window_layers": 99, "norm_topk_prob": True, "n_group": 4, "topk_group": 2},
+    "ernie4_5": {"use_bias": True},
+    "ernie4_5_moe": {
+        "use_bias": False, "moe_num_shared_experts": 3, "moe_layer_start_index": 2, "moe_layer_end_index": 2,
+    },
     "exaone4": {"sliding_window_pattern": 4},
-    "exaone_moe": {"sliding_window_pattern": 4, "num_shared_experts": 2},
+    "exaone4+all layers look back everywhere": {"sliding_window": None, "layer_types": ["full_attention"] * 4},
+    "exaone_moe": {
+        "sliding_window_pattern": 4, "num_shared_experts": 2, "first_k_dense_replace": 2, "n_group": 4, "topk_group": 2,
+        "norm_topk_prob": False,
+    },
     "gemma": {},
     "gemma2": {"query_pre_attn_scalar": 32, "final_logit_softcapping": 20.0},
     "gemma3_text": {},
@@ -61,19 +70,35 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": 389, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_experts": 12,
         "top_k_experts": 3,
     },
+    "gemma4_text+dense": {
+        "enable_moe_block": False, "hidden_size_per_layer_input": 0, "final_logit_softcapping": None,
+        "vocab_size_per_layer_input": 262_144,
+        "num_experts": None, "top_k_experts": None, "moe_intermediate_size": None,
+    },
+    "gemma4_text+keys of other layers": {
+        "vocab_size_per_layer_input": 389, "num_kv_shared_layers": 4, "use_double_wide_mlp": True,
+        "layer_types": ["sliding_attention", *["full_attention", "sliding_attention"] * 2, *["full_attention"] * 2],
+        "enable_moe_block": False, "num_experts": None, "top_k_experts": None, "moe_intermediate_size": None,
+    },
     "glm4": {},
-    "glm4_moe": {"use_qk_norm": True, "attention_bias": True, "norm_topk_prob": True},
+    "glm4_moe": {
+        "use_qk_norm": True, "attention_bias": True, "norm_topk_prob": False, "n_group": 4, "topk_group": 2,
+        "first_k_dense_replace": 2, "n_shared_experts": 3,
+    },
     "glm4_moe_lite": {**_LATENT, "first_k_dense_replace": 1},
     "gpt_oss": {},
-    "granite": {},
-    "granitemoe": {},
-    "granitemoehybrid": {},
+    "granite": {"attention_bias": True, "mlp_bias": True},
+    "granitemoe": {"attention_bias": True},
+    "granitemoehybrid": {
+        "mamba_d_conv": 3, "mamba_expand": 3, "mamba_n_groups": 2, "mamba_conv_bias": False, "attention_bias": True,
+    },
+    "granitemoehybrid+dense": {"num_local_experts": 0, "num_experts_per_tok": 0},
     "granitemoeshared": {"attention_multiplier": 0.3, "shared_intermediate_size": 56},
-    "hunyuan_v1_dense": {},
-    "hunyuan_v1_moe": {},
-    "jamba": {},
-    "lfm2": {},
-    "lfm2_moe": {"tie_word_embeddings": True, "routed_scaling_factor": 1.0},
+    "hunyuan_v1_dense": {"attention_bias": True},
+    "hunyuan_v1_moe": {"attention_bias": True},
+    "jamba": {"mamba_d_conv": 3, "mamba_expand": 3, "mamba_dt_rank": 5, "mamba_conv_bias": False},
+    "lfm2": {"conv_L_cache": 4},
+    "lfm2_moe": {"tie_word_embeddings": True, "routed_scaling_factor": 1.0, "conv_L_cache": 4},
     "llama": {"attention_bias": True, "mlp_bias": True},
     "llama4_text": {
         "attention_chunk_size": 8192, "no_rope_layer_interval": 4, "floor_scale": 8192, "attn_scale": 0.1,
@@ -81,7 +106,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "minimax_m2": {"rotary_dim": 16},
     "mixtral": {"sliding_window": None},
-    "nemotron_h": {"time_step_min": 0.001, "moe_shared_expert_intermediate_size": 56},
+    "nemotron_h": {
+        "time_step_min": 0.001, "moe_shared_expert_intermediate_size": 56, "conv_kernel": 3, "use_conv_bias": False,
+        "n_group": 4, "topk_group": 2, "norm_topk_prob": False,
+    },
+    "nemotron_h+dense": {
+        "time_step_min": 0.001, "layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention"],
+    },
+    "nemotron_h+latent experts": {
+        "time_step_min": 0.001, "moe_latent_size": 48, "moe_shared_expert_intermediate_size": 56,
+    },
     "olmo2": {},
     "olmo3": {},
     "olmoe": {"clip_qkv": None, "num_key_value_heads": 6, "rms_norm_eps": 1e-5},
@@ -90,35 +124,59 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"use_sliding_window": False},
     "qwen3": {"use_sliding_window": False},
     "qwen3_5_moe_text": _DELTA,
-    "qwen3_5_text": _DELTA,
+    "qwen3_5_text": {**_DELTA, "linear_conv_kernel_dim": 3, "attention_bias": True},
     "qwen3_moe": {},
-    "qwen3_next": _DELTA,
-    "seed_oss": {"attention_out_bias": True},
-    "smollm3": {"use_sliding_window": False, "sliding_window": None, "no_rope_layer_interval": 4},
-    "starcoder2": {"sliding_window": 4096},
+    "qwen3_next": {**_DELTA, "linear_conv_kernel_dim": 3, "layer_types": ["linear_attention", "full_attention"] * 2},
+    "seed_oss": {"attention_bias": False, "attention_out_bias": True},
+    "smollm3": {
+        "use_sliding_window": False, "sliding_window": None, "no_rope_layer_interval": 4, "attention_bias": True,
+    },
+    "starcoder2": {"sliding_window": 4096, "use_bias": False},
 }  # fmt: skip
-# As published, and not as transformers' class writes it.
+# As published, and not as transformers' class writes it; None for what is not there.
 _PUBLISHED: dict[str, dict[str, Any]] = {
+    "exaone4+all layers look back everywhere": {"sliding_window_pattern": None},
+    "nemotron_h+dense": dict.fromkeys(
+        (
+            "num_experts_per_tok",
+            "n_routed_experts",
+            "n_shared_experts",
+            "moe_intermediate_size",
+            "n_group",
+            "topk_group",
+            "moe_shared_expert_intermediate_size",
+            "routed_scaling_factor",
+            "norm_topk_prob",
+        ),
+    ),
     "minimax_m2": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}, "rotary_dim": 16},
-}
+}  # fmt: skip
 # What the converter wants of published files besides, which say it twice or in another way.
 _CONVERTED: dict[str, dict[str, Any]] = {
     "cohere2": {"rotary_pct": 1.0},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    "granitemoehybrid+dense": {"layer_types": ["mamba", "attention"] * 2},
     "hunyuan_v1_moe": {"moe_intermediate_size": [80] * 4, "moe_topk": [3] * 4, "num_shared_expert": [1] * 4},
 }  # fmt: skip
 
 
-def save(family: str, folder: Path) -> None:
-    """Writes a tiny random checkpoint as one of the family is published."""
-    own = {**tiny_families.SETTINGS.get(family, {}), **FAMILIES[family]}
+def family_of(case: str) -> str:
+    return case.partition("+")[0]
+
+
+def save(case: str, folder: Path) -> None:
+    """Writes a tiny random checkpoint as one of the case's family is published."""
+    family = family_of(case)
+    own = {**tiny_families.SETTINGS.get(family, {}), **FAMILIES[case]}
     with patch.dict(tiny_families.SETTINGS, {family: own}):
         model = tiny_families.build_model(family, **SIZES)
     model.save_pretrained(folder)
     save_tokenizer(folder, model.config.vocab_size)
-    config = json.loads((folder / "config.json").read_text()) | _PUBLISHED.get(family, {})
+    config = json.loads((folder / "config.json").read_text()) | _PUBLISHED.get(case, {})
+    lacking = {name for name, value in _PUBLISHED.get(case, {}).items() if value is None}
+    config = {name: value for name, value in config.items() if name not in lacking}
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "converted.json").write_text(json.dumps(config | _CONVERTED.get(family, {})))
+    (folder / "converted.json").write_text(json.dumps(config | _CONVERTED.get(case, {})))
     if family in _PREDICTING:
         _add_predicting_layer(family, folder / "model.safetensors", config["num_hidden_layers"])
 
@@ -165,12 +223,12 @@ def places(name: str, numel: int) -> torch.Tensor:
     return torch.randint(numel, (_SAMPLES,), generator=torch.Generator().manual_seed(crc32(name.encode())))
 
 
-def record(source: Path, family: str, folder: Path) -> dict[str, Any]:
+def record(source: Path, case: str, folder: Path) -> dict[str, Any]:
     """What the converter makes of a checkpoint whose tensors are filled: keys, names, shapes and samples of numbers.
 
     Of the factors of rotary frequencies all numbers are kept, because the configuration is read from them.
     """
-    save(family, folder)
+    save(case, folder)
     model = folder / "model.safetensors"
     shapes = {name: tuple(tensor.shape) for name, tensor in load_file(model).items()}
     save_file({name: filled(name, shape) for name, shape in shapes.items()}, model, {"format": "pt"})
@@ -189,6 +247,10 @@ def record(source: Path, family: str, folder: Path) -> dict[str, Any]:
         "metadata": {"general.architecture": architecture, **kept},
         "tensors": tensors,
     }
+
+
+def record_of(case: str) -> Path:
+    return RECORDS / f"{case.replace(' ', '_')}.json"
 
 
 def write_record(record: dict[str, Any], path: Path) -> None:

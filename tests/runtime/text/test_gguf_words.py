@@ -62,6 +62,14 @@ ORIGINALS: dict[str, tuple[tuple[str, ...], bool, bool]] = {
          r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^" "\r\n" r"\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
          r"| ?[\p{P}\p{S}]+[" "\r\n" r"]*|\s*[" "\r\n" r"]+|\s+(?!\S)|\s+"), False, False,
     ),
+    "afmoe": (
+        (r"\d{1,3}(?=(?:\d{3})*\b)",
+         r"[\u4e00-\u9fff\u3400-\u4dbf\u8c48-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf"
+         r"\u0e40-\u0e7f\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af"
+         r"\u1100-\u11ff]+",
+         r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+         r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"), False, False,
+    ),
     "deepseek-coder": (("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", r"\p{N}"), False, False),
     "kimi-k2": ((_KIMI,), False, False),
     "bailingmoe2": (
@@ -159,3 +167,42 @@ def test_a_way_to_split_that_is_not_known_is_refused_in_a_sentence(tmp_path: Pat
         TokenizerError, match=r"tokenizer\.ggml\.pre is 'viking', a way to split text that is not known"
     ):
         write_tokenizer(path, tmp_path)
+
+
+@builds_tokenizers
+def test_ids_of_gemma_4_are_those_of_the_tokenizer_that_the_file_was_made_from(tmp_path: Path) -> None:
+    """Merges over text whose spaces are marked, bytes where no piece fits; neither words nor scores decide."""
+    base = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "<|turn>", "<turn|>"]
+    wanted = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    wanted.normalizer = normalizers.Replace(" ", "\u2581")
+    wanted.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    trainer = trainers.BpeTrainer(vocab_size=900, special_tokens=base, limit_alphabet=60, show_progress=False)
+    wanted.train_from_iterator(texts(2000), trainer)
+    model = json.loads(wanted.to_str())["model"]
+    merges = [tuple(each) for each in model["merges"]]
+    wanted.model = models.BPE(model["vocab"], merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    control = [each for each in base if not each.startswith("<0x")]
+    wanted.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in control])
+    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "gemma4")
+    writer.add_tokenizer_model("gemma4")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([-1000.0] * len(tokens))
+    writer.add_token_types([3 if each in control else 6 if each.startswith("<0x") else 1 for each in tokens])
+    writer.add_token_merges([" ".join(pair) for pair in merges])
+    writer.add_eos_token_id(1)
+    writer.add_bos_token_id(2)
+    writer.add_unk_token_id(3)
+    writer.add_pad_token_id(0)
+    writer.add_add_space_prefix(False)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    write_tokenizer(tmp_path / "model.gguf", tmp_path)
+    found = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    strings = [text.replace("<|im_start|>", "<|turn>") for text in texts(2000)]
+    differing = [
+        text for text in strings
+        if found.encode(text, add_special_tokens=False).ids != wanted.encode(text, add_special_tokens=False).ids
+    ]  # fmt: skip
+    assert not differing

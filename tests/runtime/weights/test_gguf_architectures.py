@@ -21,13 +21,13 @@ from moedge.runtime.settings.errors import UnsupportedModel
 from moedge.runtime.shape.checkpoint_shape import read_config, read_shape, read_tensors
 from moedge.runtime.shape.config import ModelConfig
 from moedge.runtime.shape.gguf_architectures import ARCHITECTURES
-from support.gguf_converted import FAMILIES, RECORDS, filled, places
+from support.gguf_converted import FAMILIES, family_of, filled, places, record_of
 from support.gguf_files import blocks_of
 
 pytestmark = pytest.mark.numerics
 
 # Those that this release of transformers has.
-RECORDED = [family for family in FAMILIES if family in CONFIG_MAPPING]
+RECORDED = [case for case in FAMILIES if family_of(case) in CONFIG_MAPPING]
 # Fields of a configuration that no file has and that change no token, and lengths that the converter replaces where
 # positions are not rotated. A family that is another's file is read as the other.
 UNSAID = {
@@ -40,11 +40,11 @@ UNUSED = {
     # The file has their product, and how many layers come before those with experts.
     "lfm2": {"intermediate_size", "block_auto_adjust_ff_dim"}, "glm4_moe_lite": {"mlp_layer_types", "model_type"},
 }  # fmt: skip
-FAMILY_OF = {"glm4_moe_lite": "deepseek_v3"}
+READ_AS = {"glm4_moe_lite": "deepseek_v3"}
 
 
 def recorded(family: str) -> dict[str, Any]:
-    record: dict[str, Any] = json.loads((RECORDS / f"{family}.json").read_text())
+    record: dict[str, Any] = json.loads(record_of(family).read_text())
     return record
 
 
@@ -104,9 +104,9 @@ def test_a_converted_file_is_read_as_the_checkpoint(family: str, tmp_path: Path)
     record = recorded(family)
     config, weights = weights_of(write(tmp_path / "model.gguf", record, sampled(record)))
     wanted = ModelConfig(record["config"])
-    assert config.family.model_type == FAMILY_OF.get(family, family)
+    assert config.family.model_type == READ_AS.get(family, family_of(family))
     ours, theirs = fields(config), fields(wanted)
-    said = wanted.values.keys() - UNSAID - UNUSED.get(family, set())
+    said = wanted.values.keys() - UNSAID - UNUSED.get(family_of(family), set())
     both = {name: (ours.get(name), theirs.get(name)) for name in said}
     assert not {name: values for name, values in both.items() if not is_close(*values)}
     shapes = stock_tensor_shapes(wanted)
@@ -210,7 +210,16 @@ def test_values_that_contradict_tensors_are_refused_in_a_sentence(
         read_shape(write(tmp_path / "model.gguf", record, sampled(record)))
 
 
-def test_every_architecture_is_recorded() -> None:
-    assert {recorded(family)["metadata"]["general.architecture"] for family in FAMILIES} | {"nemotron_h"} == set(
-        ARCHITECTURES
+def test_queries_keys_values_and_gates_in_one_tensor_of_old_files_are_read(tmp_path: Path) -> None:
+    record = recorded("qwen3_next")
+    tensors = sampled(record)
+    rows = sum(len(tensors.pop(f"blk.0.{part}.weight")[0]) for part in ("attn_qkv", "attn_gate"))
+    wanted = filled("old", (rows, record["config"]["hidden_size"]))
+    _, weights = weights_of(
+        write(tmp_path / "old.gguf", record, tensors | {"blk.0.ssm_in.weight": (wanted.numpy(), "F32")})
     )
+    assert torch.equal(weights["model.layers.0.linear_attn.in_proj_qkvz.weight"], wanted)
+
+
+def test_every_architecture_is_recorded() -> None:
+    assert {recorded(family)["metadata"]["general.architecture"] for family in FAMILIES} == set(ARCHITECTURES)
