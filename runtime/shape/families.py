@@ -100,7 +100,7 @@ WANTING = {
     "a model beside it whose guesses it completes": ("gemma4_assistant", "gemma4_unified_assistant"),
     "attention to the whole prompt in both directions": ("paligemma",),
     "something else than text as its answer, or sound as its input": (
-        "diffusion_gemma_text", "moss_transcribe_diarize", "pi0", "shieldgemma2",
+        "diffusion_gemma_text", "moss_transcribe_diarize", "musicgen", "musicgen_melody", "pi0", "shieldgemma2",
     ),
 }  # fmt: skip
 # Where checkpoints name a dense matrix otherwise than transformers' module: part of the name, and what it becomes.

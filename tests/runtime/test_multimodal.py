@@ -4,18 +4,22 @@ tokens are those of the whole model, other parts are not read.
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from moedge.offload.errors import BadCheckpoint
+from moedge.runtime.model.definition import stock_tensor_shapes
 from moedge.runtime.settings.errors import UnsupportedModel
 from moedge.runtime.shape.checkpoint_shape import read_shape
 from moedge.runtime.shape.config import ModelConfig
 from moedge.runtime.shape.families import SUPPORTED, WRAPPERS
+from moedge.runtime.shape.formula import is_worked_out, shape_of_config
 from support.family_run import run_checkpoint, tokens_of
-from support.installed_transformers import installed
+from support.installed_transformers import NEWEST, installed, needs_transformers
+from support.known_shapes import KIMI_K2, QWEN3_30B
 from support.tiny_families import build_model, stored_numel
 from support.tiny_wrappers import save_multimodal
 
@@ -63,12 +67,33 @@ def test_experts_may_lie_in_the_files_as_columns(tmp_path: Path) -> None:
     assert run_checkpoint(tmp_path, tokens_of(model)).failure == ""
 
 
+@needs_transformers(NEWEST)
 def test_text_models_are_those_of_transformers_own_classes() -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    assert set(WRAPPERS.values()) <= set(SUPPORTED)
     for model_type, text in WRAPPERS.items():
-        assert text in SUPPORTED
         assert CONFIG_MAPPING[model_type]().get_text_config(decoder=True).model_type == text
+
+
+# By their names: Kimi K2.5, Qwen3-VL-30B-A3B, Mistral-Small-4-119B and Muse-Spark-816B-A42B.
+@pytest.mark.parametrize(
+    ("whole", "text", "parameters", "active"),
+    [
+        ("kimi_k25", {**KIMI_K2, "auto_map": {"AutoModel": "modeling_kimi.Kimi"}}, 1.026e12, 32e9),
+        ("qwen3_vl_moe", {**QWEN3_30B, "model_type": "qwen3_vl_moe_text"}, 30.5e9, 3.0e9),
+        ("mistral3", {"model_type": "mistral4"}, 119e9, 6.1e9),
+        pytest.param("muse_spark", {"num_local_experts": 256}, 816e9, 44e9, marks=needs_transformers("5.20")),
+    ],
+)
+def test_a_published_size_is_worked_out_from_the_configuration_alone(
+    whole: str, text: dict[str, Any], parameters: float, active: float
+) -> None:
+    config = ModelConfig({"model_type": whole, "text_config": text, "vision_config": {"hidden_size": 7}})
+    shape = shape_of_config(config, "bfloat16", None if is_worked_out(config) else stock_tensor_shapes(config))
+    assert shape.parameters == pytest.approx(parameters, rel=0.01)
+    assert shape.active_parameters == pytest.approx(active, rel=0.02)
+    assert shape.own_code == ("auto_map" in text)
 
 
 def test_a_wrapper_that_changes_its_text_model_is_refused() -> None:

@@ -30,7 +30,8 @@ _LAYERS = 6
 
 @dataclass(frozen=True, slots=True)
 class TextType:
-    """A model type as checkpoints name it, its text model's type, and a default configuration of that (or why none)."""
+    """A model type as checkpoints name it, its text model's type, and a default configuration of that, or its class
+    where that has no valid one."""
 
     model_type: str
     text: str
@@ -67,9 +68,9 @@ def _text_types() -> Iterator[TextType]:
     for name in dict.fromkeys([*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES]):
         try:
             whole = CONFIG_MAPPING[name]()
-        except (StrictDataclassError, TypeError, ValueError) as error:
+        except (StrictDataclassError, TypeError, ValueError):
             # No valid configuration of some classes has their defaults.
-            yield TextType(name, name, error)
+            yield TextType(name, name, CONFIG_MAPPING[name])
             continue
         # A configuration that has a text model's inside, and says itself that an encoder reads the prompt.
         config = whole if getattr(whole, "is_encoder_decoder", False) else whole.get_text_config(decoder=True)

@@ -59,6 +59,10 @@ DEEPSEEK_V3 = {
     "first_k_dense_replace": 3, "moe_intermediate_size": 2048, "intermediate_size": 18432, "vocab_size": 129280,
     "max_position_embeddings": 163840, "tie_word_embeddings": False,
 }  # fmt: skip
+KIMI_K2 = DEEPSEEK_V3 | {
+    "model_type": "kimi_k2", "num_attention_heads": 64, "num_key_value_heads": 64, "n_routed_experts": 384,
+    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "vocab_size": 163840, "max_position_embeddings": 131072,
+}  # fmt: skip
 GLM_4_7_FLASH = {
     "model_type": "glm4_moe_lite", "hidden_size": 2048, "num_hidden_layers": 47, "num_attention_heads": 20,
     "num_key_value_heads": 20, "q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 192,

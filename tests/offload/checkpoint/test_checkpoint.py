@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 
 from moedge.offload.checkpoint import checkpoint as index_module
 from moedge.offload.checkpoint.checkpoint import Checkpoint, blob_id, read_inside
+from moedge.offload.checkpoint.header import TensorEntry
 from moedge.offload.errors import BadCheckpoint
 
 ONES = {"x": np.ones((4, 8), np.float32), "y": np.arange(6, dtype=np.float32)}
@@ -177,3 +178,21 @@ def test_a_broken_index_is_not_taken_for_none(folder: Path) -> None:
     (folder / index_module.INDEX).symlink_to("nowhere")
     with pytest.raises(BadCheckpoint, match="is missing"):
         Checkpoint(folder)
+
+
+def test_a_tensor_is_divided_into_runs_of_its_bytes(folder: Path) -> None:
+    def halves(entry: TensorEntry) -> list[TensorEntry]:
+        middle = entry.begin + entry.nbytes // 2
+        first = entry._replace(name="first", shape=(2, 8), end=middle)
+        return [first, first._replace(name="second", begin=middle, end=entry.end)] if entry.name == "x" else []
+
+    x = np.arange(32, dtype=np.float32).reshape(4, 8)
+    save_file({**ONES, "x": x}, folder / "model.safetensors")
+    with Checkpoint(folder) as checkpoint:
+        checkpoint.divide(halves)
+        assert set(checkpoint.entries) == {"first", "second"}
+        found = np.empty((2, 8), np.float32)
+        checkpoint.read_into("second", memoryview(found).cast("B"))
+        assert (found == x[2:]).all()
+    with Checkpoint(folder) as checkpoint, pytest.raises(BadCheckpoint, match="'y' is in the files twice, once in 'y'"):
+        checkpoint.divide(lambda entry: [entry._replace(name="y")])

@@ -134,7 +134,7 @@ def test_a_checkpoint_that_calls_itself_kimi_k2_is_deepseek_v3(
     assert read(folder) == read(checkpoint("deepseek_v3"))
 
 
-@pytest.mark.parametrize("family", sorted(INDEXED))
+@pytest.mark.parametrize("family", installed(sorted(INDEXED)))
 def test_an_indexer_has_keys_of_its_own(family: str, checkpoint: Callable[[str], Path]) -> None:
     shape = read(checkpoint(family))
     layers = (0, 2) if family in {"dots3_note_text", "glm_moe_dsa"} else (0, 1, 2, 3)
@@ -147,6 +147,7 @@ def test_an_indexer_has_keys_of_its_own(family: str, checkpoint: Callable[[str],
     assert unpacked == {"self_attn.kv_b_proj", "self_attn.indexer.weights_proj"}
 
 
+@needs_transformers("5.23")
 def test_layers_that_slide_have_latents_of_their_own(checkpoint: Callable[[str], Path]) -> None:
     found = [
         (group.layers, group.head_dim, group.query_heads, group.window)
