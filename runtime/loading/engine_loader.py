@@ -350,7 +350,8 @@ def load_engine(
     opened = Store.open(store)
     loading = Loading(source, plan, device, str(opened.manifest.recipe["layout"]))
     layers = loading.install_layers()
-    read_resident(opened, loading.model, rows_from_disk=bool(loading.memory.streamed) and device is None)
+    tied, streams = loading.shards.head is None, bool(loading.memory.streamed)
+    read_resident(opened, loading.model, tied=tied, rows_from_disk=streams and device is None)
     with stage("reading weights", loading.memory.nbytes_kept) as advance:
         fill_from_store(loading.memory, opened, advance)
     return replace(loading.finish(layers, opened, stream, key_offsets), loss=opened.manifest.extra.get("loss", {}))

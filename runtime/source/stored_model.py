@@ -86,8 +86,9 @@ class StoredEmbedding(nn.Module):
         return found
 
 
-def read_resident(store: Store, model: PreTrainedModel, rows_from_disk: bool = False) -> None:
-    """Gives a meta model its resident parameters; large embeddings stay on the disk with `rows_from_disk`.
+def read_resident(store: Store, model: PreTrainedModel, *, tied: bool, rows_from_disk: bool) -> None:
+    """Gives a meta model, whose head may be `tied`, its resident parameters; with `rows_from_disk`, large embeddings
+    stay there.
 
     Raises UnsupportedModel where the store has other ones, BadStore.
     """
@@ -98,8 +99,8 @@ def read_resident(store: Store, model: PreTrainedModel, rows_from_disk: bool = F
         raise UnsupportedModel(
             f"{store.folder} and the model differ in resident parameters {different}; prepare it again"
         )
-    # A tied head multiplies by all of its rows.
-    whole = model.get_input_embeddings() if model.config.tie_word_embeddings else None
+    # A tied head multiplies by all rows.
+    whole = model.get_input_embeddings() if tied else None
     for name, tensor in stored.items():
         path, _, attribute = name.rpartition(".")
         module, extent = model.get_submodule(path), tensor.extent

@@ -132,6 +132,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "use_sliding_window": False, "sliding_window": None, "no_rope_layer_interval": 4, "attention_bias": True,
     },
     "starcoder2": {"sliding_window": 4096, "use_bias": False},
+    "youtu": _LATENT,
 }  # fmt: skip
 # As published, and not as transformers' class writes it; None for what is not there.
 _PUBLISHED: dict[str, dict[str, Any]] = {

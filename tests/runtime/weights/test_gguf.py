@@ -81,6 +81,11 @@ def test_kept_blocks_mean_what_they_meant(kind: str, tmp_path: Path, monkeypatch
 
 
 @builds_tokenizers
+def test_kept_blocks_of_heads_are_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_logits("llama", "Q4_K", "kept", tmp_path, monkeypatch, **{**WIDE, "num_hidden_layers": 4})
+
+
+@builds_tokenizers
 def test_codes_that_no_format_has_stay_nearly_as_precise_beside_kept_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,12 +35,13 @@ UNSAID = {
     "bos_token_id", "eos_token_id", "pad_token_id", "eod_token_id", "sep_token_id",
 }  # fmt: skip
 UNUSED = {
+    "youtu": {"rope_interleave", "model_type"},
     # What decides where layers are listed, or no layer slides.
     "dots1": {"sliding_window"}, "jamba": {"attn_layer_period"}, "nemotron_h": {"sliding_window"},
     # The file has their product, and how many layers come before those with experts.
     "lfm2": {"intermediate_size", "block_auto_adjust_ff_dim"}, "glm4_moe_lite": {"mlp_layer_types", "model_type"},
 }  # fmt: skip
-READ_AS = {"glm4_moe_lite": "deepseek_v3"}
+READ_AS = {"glm4_moe_lite": "deepseek_v3", "youtu": "deepseek_v2"}
 
 
 def recorded(family: str) -> dict[str, Any]:
