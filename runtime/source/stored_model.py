@@ -57,10 +57,6 @@ def write_resident(
         file.linked.update(linked)
 
 
-# Smaller embeddings stay in memory.
-_LEAST_NBYTES = 4 << 20
-
-
 class StoredEmbedding(nn.Module):
     """An embedding [V, D] whose rows are read from the disk as passes gather them: thousands of tokens, not all.
 
@@ -87,8 +83,8 @@ class StoredEmbedding(nn.Module):
 
 
 def read_resident(store: Store, model: PreTrainedModel, *, tied: bool, rows_from_disk: bool) -> None:
-    """Gives a meta model, whose head may be `tied`, its resident parameters; with `rows_from_disk`, large embeddings
-    stay there.
+    """Gives a meta model, whose head may be `tied`, its resident parameters; with `rows_from_disk`, embeddings that
+    only look up stay there.
 
     Raises UnsupportedModel where the store has other ones, BadStore.
     """
@@ -104,8 +100,8 @@ def read_resident(store: Store, model: PreTrainedModel, *, tied: bool, rows_from
     for name, tensor in stored.items():
         path, _, attribute = name.rpartition(".")
         module, extent = model.get_submodule(path), tensor.extent
-        large = isinstance(module, nn.Embedding) and extent.nbytes >= _LEAST_NBYTES
-        if rows_from_disk and large and len(extent.parts) == 1 and module is not whole:
+        looked_up = isinstance(module, nn.Embedding) and module is not whole
+        if rows_from_disk and looked_up and len(extent.parts) == 1:
             if not is_sound(extent):
                 raise BadStore(damage(extent))
             model.set_submodule(path, StoredEmbedding(module, extent, SAFETENSORS_DTYPES[tensor.dtype]))

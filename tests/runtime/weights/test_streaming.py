@@ -97,11 +97,10 @@ def test_a_wrong_byte_in_a_streamed_expert_shows(checkpoint: Callable[[str], Pat
 @pytest.mark.parametrize(
     ("family", "stored"), [("qwen3_moe", 1), ("gpt_oss", 1), ("granitemoe", 0), ("gemma3_text", 0), ("gemma4_text", 1)]
 )
-def test_rows_of_large_embeddings_are_read_from_the_disk(
+def test_rows_of_embeddings_are_read_from_the_disk(
     family: str, stored: int, checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that the output head shares stay in memory; Gemma 4 has a second one, for inputs of layers."""
-    monkeypatch.setattr(stored_model, "_LEAST_NBYTES", 1)
     read: list[int] = []
     read_rows = stored_model.read_rows
 
@@ -130,9 +129,8 @@ def test_rows_of_large_embeddings_are_read_from_the_disk(
 
 
 def test_an_embedding_that_is_damaged_is_noticed_when_it_is_opened(
-    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(stored_model, "_LEAST_NBYTES", 1)
     with open_source(str(checkpoint("qwen3_moe"))) as source:
         smallest, _ = budget_range(source.shape, settings("none"), JOB)
         plan = make_plan(source.shape, settings("none"), MemoryBudget(smallest), JOB)
