@@ -7,6 +7,7 @@ A prepared store opens without its checkpoint. Knows what is in it; where stores
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -68,8 +69,14 @@ class StoredEmbedding(nn.Module):
         self.inner = inner
         self._extent = extent
         self._shape, self._dtype = inner.weight.shape, dtype
+        inner.weight = nn.Parameter(torch.empty(0, self._shape[1], dtype=dtype), requires_grad=False)
         # It would be an index of all rows.
         inner.padding_idx = None
+
+    @property
+    def weight(self) -> Any:
+        """The rows of the last pass; models ask for their dtype and device."""
+        return self.inner.weight
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         wanted, places = torch.unique(token_ids, return_inverse=True)

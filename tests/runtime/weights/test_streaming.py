@@ -95,7 +95,15 @@ def test_a_wrong_byte_in_a_streamed_expert_shows(checkpoint: Callable[[str], Pat
 
 
 @pytest.mark.parametrize(
-    ("family", "stored"), [("qwen3_moe", 1), ("gpt_oss", 1), ("granitemoe", 0), ("gemma3_text", 0), ("gemma4_text", 1)]
+    ("family", "stored"),
+    [
+        ("qwen3_moe", 1),
+        ("gpt_oss", 1),
+        ("llama4_text", 1),
+        ("granitemoe", 0),
+        ("gemma3_text", 0),
+        ("gemma4_text", 1),
+    ],
 )
 def test_rows_of_embeddings_are_read_from_the_disk(
     family: str, stored: int, checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
