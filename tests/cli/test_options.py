@@ -51,8 +51,8 @@ PREPARE: dict[str, tuple[str, Callable[[tuple[Any, ...]], object], object]] = {
     "--output": ("/one/store", lambda made: made[1], Path("/one/store")),
     "--quant": ("int8", lambda made: made[2], "int8"),
     "--dtype": ("bf16", lambda made: made[3], "bf16"),
-    "--ram": ("3GiB", lambda made: made[4].ram, "3GiB"),
-    "--disk": ("5GiB", lambda made: made[4].disk, "5GiB"),
+    "--ram": ("3GiB", lambda made: made[4].host_nbytes, 3 << 30),
+    "--disk": ("5GiB", lambda made: made[4].disk_nbytes, 5 << 30),
     "--disk-dir": ("/stores", lambda made: made[1].parent, Path("/stores")),
 }
 
