@@ -1,6 +1,5 @@
 """Jobs on the command line: stopping, going on, events. Cases J1 and J12 of the failure table, and a dying disk."""
 
-import ctypes
 import json
 import os
 import signal
@@ -162,11 +161,9 @@ def test_j12_a_second_signal_leaves_at_once_and_the_job_goes_on(
 ) -> None:
     with forked(endless, tmp_path) as process:
         until_passes(process, tmp_path)
-        # Both are there before another pass can end: the main thread takes both, which else another one may take late.
-        os.kill(process.pid, signal.SIGSTOP)
-        for number in (signal.SIGHUP, signal.SIGINT):
-            assert ctypes.CDLL(None).tgkill(process.pid, process.pid, number) == 0
-        os.kill(process.pid, signal.SIGCONT)
+        # Both are there before another pass can end.
+        for number in (signal.SIGSTOP, signal.SIGHUP, signal.SIGINT, signal.SIGCONT):
+            os.kill(process.pid, number)
         said = process.stderr.read()
     assert process.wait() in (130, 143)
     assert "rows done" not in said, "it ended as after one signal"

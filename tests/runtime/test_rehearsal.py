@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from moedge.moe.routing_stats import RoutingStats
+from moedge.moe.streaming_mode import Mode
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.jobs import lifecycle
 from moedge.runtime.jobs.lifecycle import profile_model, prompt_tokens, rehearse
@@ -132,12 +133,12 @@ def test_tokens_are_the_same_with_more_experts_held_and_fewer_bytes_are_read(
         prepare(source, tmp_path / "store", "none", "fp32", Budgets(disk="1GiB").on_cpu())
         results = []
         for more in (0, 2, 1000):
-            with closing(load_engine(source, plan, tmp_path / "store")) as loaded:
+            with closing(load_engine(source, plan, tmp_path / "store", stream=Mode.ALL)) as loaded:
                 held = loaded.streamed.experts.num_held
                 size = loaded.streamed.memory.nbytes(loaded.streamed.memory.experts[0])
                 loaded.streamed.hold_more(more * size)
                 for first in range(4):
-                    loaded.engine.add(Sequence([first + 1, 7, 9], SequenceSampling(24, ignore_eos=True)))
+                    loaded.engine.add(Sequence([first + 1, 7, 9], SequenceSampling(12, ignore_eos=True)))
                 tokens = [sequence.output_ids for sequence in loaded.engine.run()]
                 results.append((tokens, loaded.streamed.nbytes_from_disk, loaded.streamed.experts.num_held - held))
     assert results[0][0] == results[1][0] == results[2][0]

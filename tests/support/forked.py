@@ -65,6 +65,9 @@ def _work(
 ) -> None:
     os.environ.clear()
     os.environ.update(variables)
+    # As a terminal has them, whoever ignores them here: a shell's background jobs do.
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        signal.signal(number, handler)
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
     os.dup2(os.open(pipe, os.O_WRONLY), 2)
