@@ -121,7 +121,7 @@ def tried(scenario: Scenario, call: str, every: int) -> Iterator[str]:
 def test_a_call_that_fails_is_a_sentence_and_the_command_goes_on(
     name: str, call: str, scenario: Callable[[str], Scenario]
 ) -> None:
-    assert list(tried(scenario(name), call, 7)) == []
+    assert list(tried(scenario(name), call, 13)) == []
 
 
 @pytest.mark.slow
