@@ -132,7 +132,7 @@ def test_tokens_are_the_same_with_more_experts_held_and_fewer_bytes_are_read(
         plan = make_plan(source.shape, settings, MemoryBudget(smallest), job)
         prepare(source, tmp_path / "store", "none", "fp32", Budgets(disk="1GiB").on_cpu())
         results = []
-        for more in (0, 2, 1000):
+        for more in (0, 1000):
             with closing(load_engine(source, plan, tmp_path / "store", stream=Mode.ALL)) as loaded:
                 held = loaded.streamed.experts.num_held
                 size = loaded.streamed.memory.nbytes(loaded.streamed.memory.experts[0])
@@ -141,10 +141,9 @@ def test_tokens_are_the_same_with_more_experts_held_and_fewer_bytes_are_read(
                     loaded.engine.add(Sequence([first + 1, 7, 9], SequenceSampling(12, ignore_eos=True)))
                 tokens = [sequence.output_ids for sequence in loaded.engine.run()]
                 results.append((tokens, loaded.streamed.nbytes_from_disk, loaded.streamed.experts.num_held - held))
-    assert results[0][0] == results[1][0] == results[2][0]
-    assert results[0][1] > results[1][1] > results[2][1]
-    assert [grown for _, _, grown in results[:2]] == [0, 2]
-    assert results[2][2] > 2
+    assert results[0][0] == results[1][0]
+    assert results[0][1] > results[1][1]
+    assert results[0][2] == 0 < results[1][2]
 
 
 def overflowing(folder: Path) -> Path:

@@ -97,9 +97,9 @@ def test_a_wrong_byte_in_a_streamed_expert_shows(checkpoint: Callable[[str], Pat
 @pytest.mark.parametrize(
     ("family", "stored"),
     [
-        ("qwen3_moe", 1),
+        pytest.param("qwen3_moe", 1, marks=pytest.mark.slow),
         pytest.param("gpt_oss", 1, marks=pytest.mark.slow),
-        ("llama4_text", 1),
+        pytest.param("llama4_text", 1, marks=pytest.mark.slow),
         pytest.param("granitemoe", 0, marks=pytest.mark.slow),
         pytest.param("gemma3_text", 0, marks=pytest.mark.slow),
         ("gemma4_text", 1),
