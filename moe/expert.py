@@ -209,7 +209,7 @@ class ExpertBody:
             return False
         product, weights = compute.grouped, [one.weights for one in residents]
         ups, downs = [expert.up for expert in weights], [expert.down for expert in weights]
-        if not product.takes(ups) or not product.takes(downs):
+        if not all(product.takes(*(each.layout for each in side)) for side in (ups, downs)):
             return False
         spans = [groups.rows(one.expert_id) for one in residents]
         up_biases, down_biases = [expert.up_bias for expert in weights], [expert.down_bias for expert in weights]

@@ -65,7 +65,7 @@ from ..settings.stages import stage
 from ..shape.checkpoint_shape import open_checkpoint, read_tensors
 from ..shape.config import ModelConfig
 from ..shape.model_shape import ModelShape
-from ..shape.shards import ModelShards, helper_nbytes, model_shards, workspace_nbytes
+from ..shape.shards import ModelShards, ShardLayout, helper_nbytes, model_shards, workspace_nbytes
 from ..source.model_source import ModelSource
 from ..source.stored_model import read_resident
 from ..text.tokenizer import Tokenizer
@@ -76,15 +76,20 @@ from ..weights.streaming import StreamedWeights, fill_from_store
 
 
 @torch.inference_mode()
-def warm_up_experts(
-    layers: Sequence[LayerAssembly], compute: ParallelMatmul, dtype: torch.dtype, device: Device
+def warm_up_products(
+    layers: Sequence[LayerAssembly], head: ShardLayout | None, compute: ParallelMatmul, dtype: torch.dtype, device: Device
 ) -> None:
-    """Launches both expert kernels with every tile size, once for each kind of layer.
+    """Launches the kernels of products with every tile size, once for each kind of matrix and of layer.
 
-    Their weights are zeros in memory that is free now. If it is too little, the first passes compile the kernels.
+    Experts' weights are zeros in memory that is free now. If it is too little, the first passes compile the kernels.
     """
     if compute.grouped is None:
         return
+    dense = [layer.shards.dense for layer in layers] + ([head] if head else [])
+    for layout in dict.fromkeys(matrix.layout for shard in dense for matrix in shard.matrices):
+        if compute.by_grouped(layout, dtype):
+            for launch in compute.grouped.warm_up_launches(layout, dtype):
+                launch.run()
     warmed = set()
     for layer in layers:
         shard = layer.shards.expert
@@ -127,7 +132,7 @@ def make_compute(shape: ModelShape, plan: Plan, torch_device: torch.device) -> P
     # fill faster.
     helpers = num_workers() - 1 if torch_device.type == "cpu" else 0
     grouped = None
-    if plan.grouped_experts:
+    if plan.grouped_products:
         from ...quant.kernels.product import GroupedProduct
 
         grouped = GroupedProduct(torch_device, plan.deterministic)
@@ -287,7 +292,7 @@ class Loading:
             cache = _cache(self.source.shape, specs, self.plan, self.torch_device, offsets, parking, pool)
             packed.attention = make_attention(cache, self.plan, device)
             if device is not None:
-                warm_up_experts(layers, self.compute, TORCH_DTYPES[self.plan.dtype], device)
+                warm_up_products(layers, self.shards.head, self.compute, TORCH_DTYPES[self.plan.dtype], device)
             fused = self._fuse(packed, layers, cache)
             limits = PassLimits(self.plan.tokens_per_pass, self.plan.max_sequences, self.plan.prompt_cut)
             free = (lambda: None) if device is None else device.give_back

@@ -135,7 +135,7 @@ class Plan:
     - `kept_nbytes` of memory that one pass frees stay in the process for the next one, where the budget has them.
     - `fused_nbytes` are buffers for decoder layers that the library of CPU kernels computes, in memory that nothing
       else could use. `free_nbytes` of the host's budget are of no use to this job.
-    - `grouped_experts` says whether kernels of the device compute experts that arrive together in two launches, and
+    - `grouped_products` says whether kernels of the device compute experts that arrive together in two launches, and
       `stores_by_kernel` whether one of them writes keys and values into the cache.
     - `lacks` says why torch computes what a family of the device's kernels (`attention`, `cache`, `experts`) should;
       `notes` what else a person should know.
@@ -170,7 +170,7 @@ class Plan:
     kept_nbytes: int = 0
     fused_nbytes: int = 0
     free_nbytes: int = 0
-    grouped_experts: bool = False
+    grouped_products: bool = False
     stores_by_kernel: bool = False
     lacks: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

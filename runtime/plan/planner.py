@@ -30,7 +30,6 @@ from .candidate import (
     choose_block,
     fused_nbytes,
     fuses,
-    groups_experts,
     largest,
 )
 from .cost_model import NOTHING_PREPARED, CostModel, Prediction, used_tokens
@@ -115,10 +114,6 @@ class SearchSpace:
         device = request.budget.device
         self.dtype = choose_dtype(settings.dtype, shape.dtype, None if device is None else device.gpu)
         self.quants = _quants(settings, shape, self.dtype)
-        if settings.quant == "auto" and device is not None:
-            # Experts one by one take a device an order of magnitude more launches and bytes: int4's, so far.
-            grouped = [quant for quant in self.quants if groups_experts(shape, quant, device.gpu)]
-            self.quants = tuple(grouped or self.quants)
         self.most_live = min(settings.max_sequences or MOST_SEQUENCES, workload.sequences)
         self._block = choose_block(workload.mean_live)
         self._specs: dict[str, tuple[KVSpec, ...]] = {}
@@ -519,7 +514,7 @@ class _Search:
             states_nbytes=candidate.states,
             encoder_nbytes=encoder_nbytes(candidate.cache.longest),
             prompt_cut=SCAN_CHUNK if shape.state_groups and settings.deterministic else 1,
-            grouped_experts=weights.grouped_experts,
+            grouped_products=weights.grouped_products,
             stores_by_kernel=stores_by_kernel(settings.attention, attention, needs),
             lacks=_lacks(weights, settings),
             notes=(

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ...quant.formats.format import CODE_BITS, OPTION_DTYPES, QUANT_FORMATS, FormatError, Layout, get_format
+from ...quant.formats.format import CODE_BITS, OPTION_DTYPES, QUANT_FORMATS, ROWS, FormatError, Layout, get_format
 from ...quant.scratch import scratch_nbytes
 from ..settings.errors import SettingError
 from .families import EITHER_WAY, SUPPORTED, family
@@ -106,7 +106,8 @@ def layout_for(shape: tuple[int, int], format_name: str, dtype: str, order: str 
     """
     chosen = get_format(format_name)
     try:
-        return (chosen.in_order(order) if order in chosen.orders else chosen).layout(shape, dtype)
+        same = order in chosen.orders and (order != ROWS or shape[0] % chosen.own_block == 0)
+        return (chosen.in_order(order) if same else chosen).layout(shape, dtype)
     except FormatError:
         return get_format("int8").layout(shape, dtype)
 

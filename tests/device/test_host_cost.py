@@ -64,7 +64,7 @@ def count(
             capability, share, mode = WAYS[way]
             fake = fakes.FakeDevice(capability=capability)
             plan = case.plan(fake.device, share)
-            assert plan.grouped_experts == (capability == AMPERE)
+            assert plan.grouped_products == (capability == AMPERE)
             assert (plan.held_nbytes < plan.weights_nbytes) == (share < 1)
             with host_cost.HostCost(fake, fakes) as costs:
                 found: Figures = host_cost.passes(case, costs, plan, fake.device, mode)
