@@ -105,14 +105,15 @@ def grouped_product(x, token_ids, out, packed, levels, tiles, num_rows, S: tl.co
 @triton.jit
 def multiply(x, sources, live, packed, table, matrix, outputs, inside, S: tl.constexpr):
     """x [S.rows, K] times the rows `outputs` of the matrix: float32 [S.rows, S.outputs]."""
+    place = (matrix, outputs, inside)
     sums = tl.full((S.rows, S.outputs), 0.0, tl.float32)
     PARTS: tl.constexpr = S.parts
     for start in range(0, S.num_columns, S.depth):
-        scales = load_scales(packed, matrix, outputs, inside, start, S)
+        scales = load_scales(packed, place, start, S)
         for part in tl.static_range(PARTS):
             begin = start + part * (S.depth // S.parts)
             inputs = load_inputs(x, sources, live, begin, S)
-            sums = add_products(sums, inputs, packed, table, scales[part], matrix, outputs, inside, begin, S)
+            sums = add_products(sums, inputs, packed, table, scales[part], place, begin, S)
     return finish(sums, packed, matrix, outputs, inside, S)
 
 
@@ -121,17 +122,18 @@ def multiply_gated(x, sources, live, packed, table, matrix, outputs, inside, S: 
     """As `multiply`, for two rows of the matrix per output, to whose products the gated activation is applied."""
     gates = outputs * 2 if S.gate.alternating else outputs
     ups = gates + 1 if S.gate.alternating else gates + S.num_rows // 2
+    gate_place, up_place = (matrix, gates, inside), (matrix, ups, inside)
     sums = tl.full((S.rows, S.outputs), 0.0, tl.float32)
     others = tl.full((S.rows, S.outputs), 0.0, tl.float32)
     PARTS: tl.constexpr = S.parts
     for start in range(0, S.num_columns, S.depth):
-        of_gates = load_scales(packed, matrix, gates, inside, start, S)
-        of_ups = load_scales(packed, matrix, ups, inside, start, S)
+        of_gates = load_scales(packed, gate_place, start, S)
+        of_ups = load_scales(packed, up_place, start, S)
         for part in tl.static_range(PARTS):
             begin = start + part * (S.depth // S.parts)
             inputs = load_inputs(x, sources, live, begin, S)
-            sums = add_products(sums, inputs, packed, table, of_gates[part], matrix, gates, inside, begin, S)
-            others = add_products(others, inputs, packed, table, of_ups[part], matrix, ups, inside, begin, S)
+            sums = add_products(sums, inputs, packed, table, of_gates[part], gate_place, begin, S)
+            others = add_products(others, inputs, packed, table, of_ups[part], up_place, begin, S)
     sums = finish(sums, packed, matrix, gates, inside, S)
     others = finish(others, packed, matrix, ups, inside, S)
     # Triton 3.6 does not accept an attribute that is a string as a constant.
@@ -140,14 +142,17 @@ def multiply_gated(x, sources, live, packed, table, matrix, outputs, inside, S: 
 
 
 @triton.jit
-def add_products(sums, inputs, packed, table, scales, matrix, outputs, inside, start, S: tl.constexpr):
-    """sums [S.rows, S.outputs] plus the products of the columns from `start` on that share a scale."""
+def add_products(sums, inputs, packed, table, scales, place, start, S: tl.constexpr):
+    """sums [S.rows, S.outputs] plus the products of the columns from `start` on that share a scale.
+
+    `place` is the matrix, the rows of it [S.outputs], and which of them exist.
+    """
     if S.pairs:
-        first, second = load_pairs(packed, table, scales, matrix, outputs, inside, start, S)
+        first, second = load_pairs(packed, table, scales, place, start, S)
         sums = tl.dot(inputs[0], tl.trans(first), sums, input_precision="ieee")
         sums = tl.dot(inputs[1], tl.trans(second), sums, input_precision="ieee")
     else:
-        weights = load_weights(packed, scales, matrix, outputs, inside, start, S)
+        weights = load_weights(packed, scales, place, start, S)
         sums = tl.dot(inputs, tl.trans(weights), sums, input_precision="ieee")
     return sums
 
@@ -191,8 +196,9 @@ def load_inputs(x, sources, live, start, S: tl.constexpr):
 
 
 @triton.jit
-def load_weights(packed, scales, matrix, outputs, inside, start, S: tl.constexpr):
+def load_weights(packed, scales, place, start, S: tl.constexpr):
     """Weights [S.outputs, S.depth] in S.dtype; those of int8 with a scale per row unscaled: `finish` applies it."""
+    matrix, outputs, inside = place
     columns = start + tl.arange(0, S.depth // S.parts)
     offsets = outputs.to(tl.int64)[:, None] * S.num_columns + columns[None, :]
     mask = inside[:, None] & (columns < S.num_columns)[None, :]
@@ -205,8 +211,9 @@ def load_weights(packed, scales, matrix, outputs, inside, start, S: tl.constexpr
 
 
 @triton.jit
-def load_pairs(packed, table, scales, matrix, outputs, inside, start, S: tl.constexpr):
+def load_pairs(packed, table, scales, place, start, S: tl.constexpr):
     """Weights of even and of odd columns, [S.outputs, S.depth / 2] each, in S.dtype (formats.format.WeightFormat)."""
+    matrix, outputs, inside = place
     WIDTH: tl.constexpr = S.num_columns // 2
     columns = start // 2 + tl.arange(0, S.depth // S.parts // 2)
     offsets = outputs.to(tl.int64)[:, None] * WIDTH + columns[None, :]
@@ -230,17 +237,18 @@ def load_pairs(packed, table, scales, matrix, outputs, inside, start, S: tl.cons
 
 
 @triton.jit
-def load_scales(packed, matrix, outputs, inside, start, S: tl.constexpr):
+def load_scales(packed, place, start, S: tl.constexpr):
     """The scales and zeros of S.parts groups from column `start` on: for each [S.outputs] in S.dtype.
 
     Zero points are less 128, since codes are more by that; without zeros, the second are the scales again.
     """
+    matrix, outputs, inside = place
     scales = ((start,),)
     if S.group:
-        factors = load_groups(packed.scales, matrix, outputs, inside, start, S)
+        factors = load_groups(packed.scales, place, start, S)
         zeros = factors
         if S.codes == "int4" and packed.zeros is not None:
-            zeros = load_groups(packed.zeros, matrix, outputs, inside, start, S)
+            zeros = load_groups(packed.zeros, place, start, S)
             if S.block:
                 common = start_of(packed.factors, matrix)
                 common += (outputs.to(tl.int64) * (S.num_columns // S.block) + start // S.block) * 2
@@ -274,8 +282,10 @@ def parts_of(scales, zeros, S: tl.constexpr):
 
 
 @triton.jit
-def load_groups(plane, matrix, outputs, inside, start, S: tl.constexpr):
-    """The numbers of a plane [N, K/group] for the groups from column `start` on: [S.outputs, S.parts], float32."""
+def load_groups(plane, place, start, S: tl.constexpr):
+    """The numbers of a plane [N, K/group] for the groups from column `start` on: [S.outputs, S.parts], float32;
+    of e2m1 in S.dtype."""
+    matrix, outputs, inside = place
     groups = outputs.to(tl.int64)[:, None] * (S.num_columns // S.group) + (start // S.group + tl.arange(0, S.parts))
     numbers = tl.load(start_of(plane, matrix) + groups, mask=inside[:, None], other=0)
     if S.codes == "e2m1":
@@ -341,15 +351,18 @@ class GroupedProduct:
         return RowTiles(fields, height), packed
 
     def _tiles(self, spans: Sequence[slice], x: torch.Tensor) -> tuple[Tiles, int]:
-        """Tiles, and their height, which does not depend on the rows if results must not."""
-        mean = 1 if self.deterministic else sum(span.stop - span.start for span in spans) / len(spans)
-        height = tile_rows(mean, wide=x.dtype == torch.float32)
+        """Tiles, and their height."""
+        height = self.height(sum(span.stop - span.start for span in spans) / len(spans), x.dtype)
         tiles = [
             (matrix, first, min(first + height, span.stop))
             for matrix, span in enumerate(spans)
             for first in range(span.start, span.stop, height)
         ]
         return tiles, height
+
+    def height(self, mean_rows: float, dtype: torch.dtype) -> int:
+        """The rows of a tile where matrices have so many each; the same for all where bits must not depend on them."""
+        return tile_rows(1 if self.deterministic else mean_rows, wide=dtype == torch.float32)
 
     def takes(self, *layouts: Layout) -> bool:
         """Whether the kernel supports such matrices: of one layout, row after row, with N a multiple of 8.
