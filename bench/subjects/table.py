@@ -3,9 +3,9 @@
     python -m bench.micro table [--folder .] [--gib 2] [--row 280] [--rounds 5]
 
 Writes a table of random bytes, then looks rows of it up at random past the page cache, as passes of some tokens with 16
-rows each would, and none is kept. The floor: as many O_DIRECT reads of one block each, at random, by as many threads as
-the product's readers have, without engine code. Both take their turn in every round. Prints reads a second, the median
-of the rounds, and the ratio of each round's pair: median, smallest, largest.
+rows each would, and none is kept. The floor: as many O_DIRECT reads, each of the blocks of one row, at random, by as
+many threads as the product's readers have, without engine code. Both take their turn in every round. Prints reads a
+second, the median of the rounds, and the ratio of each round's pair: median, smallest, largest.
 """
 
 import argparse
@@ -30,13 +30,16 @@ ROWS_PER_TOKEN = 16
 READS = 16_384
 
 
-def bare(path: Path, blocks: list[int]) -> float:
-    """Seconds that reads of these blocks take."""
+def bare(path: Path, rows: np.ndarray, row_nbytes: int) -> float:
+    """Seconds that reads of the blocks of these rows take."""
+    firsts, lasts = (each // ALIGNMENT * ALIGNMENT for each in (rows * row_nbytes, (rows + 1) * row_nbytes - 1))
+    reads = list(zip(firsts.tolist(), (lasts - firsts + ALIGNMENT).tolist(), strict=True))
 
     def read(index: int) -> None:
-        descriptor, memory = os.open(path, os.O_RDONLY | os.O_DIRECT), memoryview(allocate(ALIGNMENT))
-        for block in blocks[index::NUM_THREADS]:
-            os.preadv(descriptor, [memory], block * ALIGNMENT)
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        memory = memoryview(allocate(-(-row_nbytes // ALIGNMENT) * ALIGNMENT + ALIGNMENT))
+        for begin, nbytes in reads[index::NUM_THREADS]:
+            os.preadv(descriptor, [memory[:nbytes]], begin)
         os.close(descriptor)
 
     threads = [threading.Thread(target=read, args=(index,)) for index in range(NUM_THREADS)]
@@ -76,7 +79,7 @@ def run(options: argparse.Namespace) -> None:
                 count = tokens * ROWS_PER_TOKEN
                 batches = [np.unique(generator.integers(0, len(reader), count)) for _ in range(-(-READS // count))]
                 ours, reads = looked_up(reader, batches)
-                floor = bare(path, generator.integers(0, nbytes // ALIGNMENT, reads).tolist())
+                floor = bare(path, generator.integers(0, len(reader), reads), options.row)
                 rates.append((reads / ours, reads / floor))
             ratios = [ours / floor for ours, floor in rates]
             ours, floor = (statistics.median(each) for each in zip(*rates, strict=True))
