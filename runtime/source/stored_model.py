@@ -172,7 +172,7 @@ def read_resident(store: Store, model: PreTrainedModel, *, tied: bool, rows_from
         module, extent = model.get_submodule(path), tensor.extent
         looked_up, is_table = isinstance(module, nn.Embedding) and module is not whole, table_part(name) is not None
         if is_table or (rows_from_disk and looked_up):
-            # All of a table takes minutes to read: `moedge prepare --repair` does.
+            # All of a table takes minutes to read: `moedge prepare` does.
             if not is_table and not is_sound(extent):
                 raise BadStore(damage(extent))
             row_nbytes = extent.nbytes // tensor.shape[0]
