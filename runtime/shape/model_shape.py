@@ -165,9 +165,9 @@ class StoredFormat:
 class ModelShape:
     """A checkpoint as shards, elements and cache groups. `head` is None where it is tied to the embedding.
 
-    `stored` says what lies in its files. `widened_nbytes` are the bytes there of the largest quantized matrix, which
-    are read as one; 0 where none is quantized. `own_code` says that the checkpoint names code of its own, which is not
-    run.
+    Layers pass `streams` residual streams on, each of `hidden` elements. `stored` says what lies in its files.
+    `widened_nbytes` are the bytes there of the largest quantized matrix, which are read as one; 0 where none is
+    quantized. `own_code` says that the checkpoint names code of its own, which is not run.
     """
 
     model_type: str
@@ -183,6 +183,7 @@ class ModelShape:
     widened_nbytes: int = 0
     state_groups: tuple[StateGroup, ...] = ()
     own_code: bool = False
+    streams: int = 1
 
     @property
     def embedding_numel(self) -> int:

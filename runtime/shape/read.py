@@ -333,6 +333,7 @@ def model_shape(
         widened_nbytes=max((_matrix_nbytes(weight) for weight in found.quantized.values()), default=0),
         state_groups=state_groups(config, layers),
         own_code=config.own_code,
+        streams=config.get("hc_count") or 1,
     )
 
 
