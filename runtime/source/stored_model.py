@@ -149,6 +149,8 @@ def _keep_on_disk(model: PreTrainedModel, name: str, parts: Sequence[TablePart],
     path = name.removesuffix(".weight")
     embedding = model.get_submodule(path)
     assert isinstance(embedding, nn.Embedding)
+    if (found := sum(part.rows for part in parts)) != embedding.num_embeddings:
+        raise UnsupportedModel(f"{name} has {found} rows, wanted {embedding.num_embeddings}")
     model.set_submodule(path, StoredEmbedding(embedding, parts, SAFETENSORS_DTYPES[dtype]))
 
 

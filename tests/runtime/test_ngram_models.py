@@ -217,13 +217,19 @@ def test_files_that_contradict_their_configuration_are_refused(
         load_engine(source, plans[0])
 
 
-def test_parts_of_a_table_of_several_kinds_are_refused(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_parts_of_a_table_of_several_kinds_or_with_one_number_are_refused(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
     copy = Path(shutil.copytree(checkpoint(FAMILY, **WIDE), tmp_path / "model"))
     tensors = load_file(copy / "model.safetensors")
     name = next(name for name in tensors if "shard_3" in name)
     save_file(tensors | {name: tensors[name].half()}, copy / "model.safetensors", {"format": "pt"})
     with pytest.raises(UnsupportedModel, match=r"ngram_embedding.* are of kinds"), opened(copy):
         pass
+    tensors[name.replace("shard_3", "shard_02")] = tensors.pop(name)
+    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=r"has 13278 rows, wanted 15491"), opened(copy) as (source, plans):
+        load_engine(source, plans[0])
 
 
 # What a process of its own reads of a model whose table is twice as large as its memory.
