@@ -85,7 +85,8 @@ def wanted(stock: Callable[[Path], Any], checkpoint: Callable[..., Path]) -> lis
     return stock_tokens(stock(checkpoint(FAMILY, **WIDE)), ENDED)
 
 
-@pytest.mark.parametrize("stored", ["", "copied", "linked", "int8"])
+@pytest.mark.sample("held", "linked")
+@pytest.mark.parametrize("stored", ["", "copied", "linked", "int8"], ids=["held", "copied", "linked", "int8"])
 def test_rows_of_tables_come_from_files_and_tokens_are_those_of_transformers(
     stored: str, wanted: list[list[int]], checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -99,7 +100,9 @@ def test_rows_of_tables_come_from_files_and_tokens_are_those_of_transformers(
             make = prepare_linked if stored == "linked" else prepare
             assert make(source, store, quant, "fp32", Budgets().on_cpu()) is not None
         with closing(load_engine(source, plan, store)) as loaded:
-            tokens = generate(loaded, ENDED)
+            # The smallest plan computes one sequence at a time.
+            some = slice(2, 4) if stored else slice(None)
+            tokens = generate(loaded, ENDED[some])
             counts, passed = loaded.rows, loaded.engine.metrics.pass_tokens
             assert isinstance(loaded.model.attention, IndexedAttention)
             assert loaded.model.attention.chooser.num_chosen > 0
@@ -109,7 +112,7 @@ def test_rows_of_tables_come_from_files_and_tokens_are_those_of_transformers(
     assert plan.token_rows_nbytes == 2 * 10 * 280 + bool(stored) * 64 * 4
     assert counts.looked_up == passed * plan.token_rows_nbytes
     assert 0 < counts.reads <= counts.rows - counts.kept
-    assert (tokens == wanted) == (stored != "int8")
+    assert (tokens == wanted[some]) == (stored != "int8")
 
 
 def test_what_threads_read_through_is_what_plans_count() -> None:
