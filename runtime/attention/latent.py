@@ -94,13 +94,13 @@ class TokenChooser:
         weights = F.pad(index.weights[mine], (0, 0, *around))
         blocks = chunk.sequence.table.blocks[location.group]
         keys = self._reader.read(location, blocks, 0, length, min(last, length))[0][0]
-        scores = _weighted(q, weights, keys)
+        scores = weighted(q, weights, keys)
         positions = torch.arange(length, device=scores.device)
         behind = positions > torch.arange(rows.start, rows.stop, device=scores.device).unsqueeze(1)
         return scores.masked_fill_(behind, float("-inf"))
 
 
-def _weighted(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def weighted(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """q [n, H, D], weights [n, H], keys [L, D] -> [n, L]: weighted sums of positive products, some keys at a time."""
     num_rows, heads, dim = q.shape
     products = q.reshape(-1, dim)

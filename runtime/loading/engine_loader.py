@@ -22,12 +22,14 @@ from ...offload.errors import is_out_of_memory
 from ...offload.machine.hardware import num_workers
 from ...offload.memory import KEPT_NBYTES, keep_memory, return_memory
 from ...offload.store.store import Store
+from ...offload.stream.rows import RowCounts
 from ...quant.kernels.gpu import INTERPRETER, Gpu
 from ...quant.kernels.tuning import TILE_ROWS
 from ...quant.kernels.upload import open_ring
 from ...quant.kv.format import KVFormat
 from ...quant.matmul.matmul import ParallelMatmul, Workspace, kernel_order, measure_gemv_max_rows
 from ...quant.tensor import TORCH_DTYPES
+from ..attention.indexed import IndexedAttention
 from ..attention.latent import LatentAttention
 from ..attention.protocol import AttentionBackend
 from ..attention.torch_backend import TorchAttention
@@ -67,7 +69,7 @@ from ..shape.config import ModelConfig
 from ..shape.model_shape import ModelShape
 from ..shape.shards import ModelShards, ShardLayout, helper_nbytes, model_shards, workspace_nbytes
 from ..source.model_source import ModelSource
-from ..source.stored_model import read_resident
+from ..source.stored_model import read_resident, read_tables, row_readers
 from ..text.tokenizer import Tokenizer
 from ..weights.key_offsets import KeyOffsets, fixed_token_ids, kept, measure
 from ..weights.memory import WeightMemory
@@ -153,6 +155,8 @@ def make_attention(cache: KVCache, plan: Plan, device: Device | None) -> Attenti
     native = plan.attention == "native"
     if any(pool.spec.group.is_latent for pool in cache.pools):
         return LatentAttention(cache, dtype, tiled, torch_device, native)
+    if cache.indexers:
+        return IndexedAttention(cache, dtype, tiled, torch_device, native=native)
     if native or (plan.attention == "torch" and not plan.stores_by_kernel):
         return TorchAttention(cache, dtype, tiled, torch_device, native=native)
     # Imports Triton, which takes a second and which some machines do not have.
@@ -193,10 +197,19 @@ class LoadedEngine:
         """Resets the counters of passes and of streamed bytes, so that they count what comes now."""
         self.engine.start_counting()
         self.streamed.start_counting()
+        for reader in row_readers(self.model.model):
+            reader.counts = RowCounts()
+
+    @property
+    def rows(self) -> RowCounts:
+        """The rows of embeddings and tables on the disk, since counting began."""
+        return RowCounts.of(reader.counts for reader in row_readers(self.model.model))
 
     def close(self) -> None:
         """Frees what was allocated."""
         self.engine.close()
+        for reader in row_readers(self.model.model):
+            reader.close()
         self.streamed.close()
         self.parking.close()
 
@@ -425,6 +438,7 @@ def _read_checkpoint(loading: Loading) -> Preparation:
         doing = "loading weights" if plan.quant == "none" else f"quantizing weights to {plan.quant}"
         with stage(doing, loading.shards.nbytes) as advance:
             preparation.run(loading.shards, MemorySink(loading.memory), advance, head_first=True)
+        read_tables(loading.model, checkpoint)
     return preparation
 
 

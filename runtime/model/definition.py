@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -22,6 +24,7 @@ from ..shape.shards import LayerShards, ShardLayout, ShardMatrix
 from . import experts_seam
 from .attention_seam import count_calls, hand_on_passes, keep_latents, register_attention
 from .experts_seam import PackedExperts, adapt_identity_experts, drop_identity_matrices, expert_body, register_experts
+from .recurrent.ngrams import shed_hashes
 from .recurrent.seam import shed_decays
 from .text_class import text_class
 from .weights_seam import PackedLinear, TiledRows
@@ -41,6 +44,7 @@ def define(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     adapt_identity_experts(model)
     keep_latents(model, config)
     shed_decays(model)
+    shed_hashes(model)
     hand_on_passes(model)
     count_calls(model, config)
     return model.eval()
@@ -71,7 +75,7 @@ def _build(config: ModelConfig, dtype: torch.dtype, implementation: str) -> PreT
     if implementation == SEAM:
         values |= _SMALLEST_BUFFERS.get(config.family.model_type, {})
     try:
-        with init_empty_weights(include_buffers=False):
+        with init_empty_weights(include_buffers=False), _LargeOnMeta():
             model: PreTrainedModel = text_class(config_class)._from_config(
                 config_class(**values),
                 dtype=dtype,
@@ -84,6 +88,20 @@ def _build(config: ModelConfig, dtype: torch.dtype, implementation: str) -> PreT
         raise UnsupportedModel(f"config.json: transformers cannot build a model from it ({reason})") from None
     drop_identity_matrices(model)
     return model
+
+
+_LARGE_NUMEL = 1 << 26
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Parameters that no memory holds have none for a moment, either: `init_empty_weights` drops them once they are
+    there."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named, sizes = dict(kwargs or {}), args[0] if len(args) == 1 else args
+        if func is torch.empty and isinstance(sizes, tuple) and math.prod(sizes) > _LARGE_NUMEL:
+            named["device"] = "meta"
+        return func(*args, **named)
 
 
 # Held experts, and the slots of a ring: far fewer, unless experts of several sizes share one.

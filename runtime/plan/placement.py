@@ -131,6 +131,9 @@ class Plan:
     - `workspace_nbytes`, `activations_nbytes` and `slack_nbytes` are what a pass computes with.
     - `states_nbytes` are states of recurrent layers: those of `max_sequences`, and snapshots where prefixes end.
       A prompt is cut at multiples of `prompt_cut`.
+    - `tables_nbytes` of tables stay on the disk in every plan. A token looks up `token_rows_nbytes` there, rows of
+      tables and of the embedding where weights stream; what is read is less by rows that were kept or looked up twice,
+      and more by the blocks around them.
     - `encoder_nbytes` of host memory are for tokenizing one prompt while passes run.
     - `kept_nbytes` of memory that one pass frees stay in the process for the next one, where the budget has them.
     - `fused_nbytes` are buffers for decoder layers that the library of CPU kernels computes, in memory that nothing
@@ -166,6 +169,8 @@ class Plan:
     slack_nbytes: int
     states_nbytes: int = 0
     prompt_cut: int = 1
+    tables_nbytes: int = 0
+    token_rows_nbytes: int = 0
     encoder_nbytes: int = 0
     kept_nbytes: int = 0
     fused_nbytes: int = 0

@@ -10,19 +10,27 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from ...offload.budget import GIB
+from ...offload.budget import GIB, gib
 from ...offload.machine.hardware import Hardware
 from ...offload.machine.profile import Machine
 from ...quant.formats.format import QUANT_FORMATS, get_format
 from ...quant.kernels.gpu import Gpu, dotted, interpreted
 from ...quant.native import library
-from ..attention.choice import NO_LATENTS, AttentionNeeds, choose_attention, stores_by_kernel
+from ..attention.choice import NO_INDEX, NO_LATENTS, AttentionNeeds, choose_attention, stores_by_kernel
 from ..kv.spec import SCAN_CHUNK, KVSpec
 from ..settings.errors import DoesNotFit, SettingError
 from ..settings.settings import MIB, DeviceBudget, MemoryBudget, Settings, encoder_nbytes
 from ..shape.model_shape import ModelShape
 from ..shape.read import OUTER, SMALL
-from ..shape.shards import BESIDE_KEPT, SMALLEST_FORMATS, offered_formats, settled_format
+from ..shape.shards import (
+    BESIDE_KEPT,
+    POPULAR_NBYTES,
+    SMALLEST_FORMATS,
+    offered_formats,
+    settled_format,
+    tables_nbytes,
+    token_rows_nbytes,
+)
 from .candidate import (
     CacheSize,
     Candidate,
@@ -480,12 +488,13 @@ class _Search:
         assert placement is not None, "a candidate leaves the fewest bytes that weights need"
         weights, specs, blocks = candidate.weights, candidate.cache.specs, candidate.cache.blocks(cached)
         shape, settings = weights.shape, self._request.settings
-        latent = any(group.is_latent for group in shape.kv_groups)
+        latent, indexed = (any(getattr(each, kind) for each in shape.kv_groups) for kind in ("is_latent", "is_index"))
         heads = frozenset(group.head_dim for group in shape.kv_groups)
         # Deterministic prompts would take the kernels, too, a few rows at a time: not timed against torch yet.
         lack = "--deterministic takes torch's attention" if settings.deterministic else library.lack()
-        needs = AttentionNeeds(heads, weights.gpu, interpreted(), latent, lack)
+        needs = AttentionNeeds(heads, weights.gpu, interpreted(), latent, indexed, lack)
         attention = choose_attention(settings.attention, needs)
+        reads_embedding = placement.ring_nbytes and shape.head and not weights.on_device
         whole = [count * spec.block for count, spec in zip(blocks, specs, strict=True) if spec.group.window is None]
         return Plan(
             dtype=self.space.dtype,
@@ -514,6 +523,8 @@ class _Search:
             states_nbytes=candidate.states,
             encoder_nbytes=encoder_nbytes(candidate.cache.longest),
             prompt_cut=SCAN_CHUNK if shape.state_groups and settings.deterministic else 1,
+            tables_nbytes=tables_nbytes(shape),
+            token_rows_nbytes=token_rows_nbytes(shape, self.space.dtype if reads_embedding else None),
             grouped_products=weights.grouped_products,
             stores_by_kernel=stores_by_kernel(settings.attention, attention, needs),
             lacks=_lacks(weights, settings),
@@ -521,6 +532,7 @@ class _Search:
                 *_code_notes(shape),
                 *dtype_notes(settings.dtype, shape.dtype, weights.gpu),
                 *_state_notes(shape, candidate.live),
+                *_table_notes(shape),
                 *_packing_notes(shape, settings.quant, weights.quant),
             ),
         )
@@ -537,6 +549,17 @@ def _state_notes(shape: ModelShape, live: int) -> tuple[str, ...]:
     if not shape.state_groups or live > 1:
         return ()
     return ("prefixes are not shared: one sequence at a time keeps no state of recurrent layers where a prefix ends",)
+
+
+def _table_notes(shape: ModelShape) -> tuple[str, ...]:
+    """What stays on the disk whatever fits, and what reading it takes."""
+    if not shape.tables:
+        return ()
+    rows, memory = sum(table.per_token for table in shape.tables), len(shape.tables) * POPULAR_NBYTES
+    return (
+        f"{gib(tables_nbytes(shape))} of n-grams stay on the disk: a token looks up {rows} rows, "
+        f"{token_rows_nbytes(shape):,} bytes, of which {memory // MIB} MiB of memory keep the popular ones",
+    )
 
 
 def _packing_notes(shape: ModelShape, wanted: str, quant: str) -> tuple[str, ...]:
@@ -564,6 +587,8 @@ def _lacks(weights: WeightFootprint, settings: Settings) -> dict[str, str]:
     if weights.shape.num_experts == 0:
         unwanted.add("experts")
     lacks = dict(weights.gpu.lacks.reasons)
-    if any(group.is_latent for group in weights.shape.kv_groups):
-        lacks |= {"attention": NO_LATENTS, "cache": NO_LATENTS}
+    groups = weights.shape.kv_groups
+    if any(group.is_latent or group.is_index for group in groups):
+        lack = NO_LATENTS if any(group.is_latent for group in groups) else NO_INDEX
+        lacks |= {"attention": lack, "cache": lack}
     return {family: reason for family, reason in lacks.items() if family not in unwanted}

@@ -21,7 +21,7 @@ from .gguf import gguf_config
 from .gguf_tensors import gguf_tensors
 from .model_shape import ModelShape
 from .quantized import ModelTensors
-from .read import Tensors, by_layer, divided, expert_index, is_expert, model_shape, tensors_of
+from .read import Tensors, by_layer, divided, expert_index, is_expert, is_unused, model_shape, tensors_of
 
 _FLOATS = {each.safetensors for each in DTYPES.values() if "float" in each.name}
 # Buffers that old checkpoints carry and models make themselves.
@@ -59,7 +59,7 @@ def check_tensors(
 
 def _unusable(checkpoint: Checkpoint, entries: Mapping[str, TensorEntry]) -> Iterator[str]:
     for name, entry in entries.items():
-        if entry.dtype not in _FLOATS and not _COMPUTED.search(name):
+        if entry.dtype not in _FLOATS and not _COMPUTED.search(name) and not is_unused(name):
             yield f"{checkpoint.file_of(name)}: {described(name)} is {entry.dtype}, wanted one of {sorted(_FLOATS)}"
 
 

@@ -43,7 +43,7 @@ INERT = {
     "time_step_floor", "time_step_max", "rescale_prenorm_residual", "residual_in_fp32", "mamba_ssm_cache_dtype",
     "moe_shared_expert_overlap", "mtp_layers_block_type", "use_associative_scan", "use_mamba_kernels", "use_mambapy",
     # Follow from other fields, which transformers' classes compare.
-    "expand", "mamba_d_head",
+    "expand", "mamba_d_head", "number_of_conv_states",
     # Of training.
     "lambda_std_dev",
     "mtp_loss_scaling_factor",
