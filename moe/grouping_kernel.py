@@ -93,3 +93,24 @@ class Grouped(NamedTuple):
         arguments = (expert_ids.contiguous(), (token_ids, rows), tiles, totals, count, num_tiles, height, sizes)
         Launch(group_choices, (experts + 1,), arguments).run()
         return cls(token_ids, rows, RowTiles(tiles, height))
+
+
+@torch.inference_mode()
+def wrong_grouping(device: torch.device) -> str:
+    """What a device groups otherwise than a stable sort does; "" if nothing. Raises what Triton and CUDA raise."""
+    experts, tokens, per_token, height = 128, 300, 8, 16
+    expert_ids = torch.arange(tokens * per_token).view(tokens, per_token) * 37 % (experts - 1)
+    totals = torch.zeros(2, experts, dtype=torch.int64, device=device)
+    grouped = Grouped.of(expert_ids.to(device), totals, height)
+    order = expert_ids.view(-1).argsort(stable=True)
+    counts = expert_ids.view(-1).bincount(minlength=experts)
+    assert grouped.tiles.tiles is not None
+    matrix, begin, end = grouped.tiles.tiles.cpu().long().unbind(1)
+    rows = torch.zeros(experts, dtype=torch.int64).index_add(0, matrix, end - begin)
+    right = (
+        torch.equal(grouped.token_ids.cpu(), order // per_token)
+        and torch.equal(grouped.rows.cpu()[order], torch.arange(len(order)))
+        and torch.equal(rows, counts)
+        and torch.equal(totals.cpu(), torch.stack([counts, (counts > 0).long()]))
+    )
+    return "" if right else f"grouping of {tokens} tokens by expert"

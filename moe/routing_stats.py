@@ -49,8 +49,7 @@ _NEWEST = 0.1
 
 
 class RoutingStats:
-    """Everything that is counted of routing, for all layers with experts: one object that a model's layers share.
-    """
+    """Everything that is counted of routing, for all layers with experts: one object that a model's layers share."""
 
     def __init__(self, num_experts: Mapping[int, int]) -> None:
         """`num_experts` is by layer."""

@@ -145,13 +145,15 @@ def decode_pairs(pairs, table, S: tl.constexpr):
     """The numbers of the first and of the second code of every byte, in S.dtype; int4's plus 128."""
     low, high = pairs, pairs
     if S.dtype == tl.bfloat16:
+        # Triton has no starred items.
+        inputs = (pairs,) + table if S.codes != "int4" else (pairs,)  # noqa: RUF005
         if S.codes == "nf4":
             low, high = tl.inline_asm_elementwise(
-                NF4_ASM, NF4_OPERANDS, (pairs,) + table, (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+                NF4_ASM, NF4_OPERANDS, inputs, (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
             )
         elif S.codes == "e2m1":
             low, high = tl.inline_asm_elementwise(
-                E2M1_ASM, E2M1_OPERANDS, (pairs,) + table, (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+                E2M1_ASM, E2M1_OPERANDS, inputs, (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
             )
         else:
             low, high = tl.inline_asm_elementwise(

@@ -180,8 +180,9 @@ def load_inputs(x, sources, live, start, S: tl.constexpr):
         mask = live[:, None] & (columns < S.num_columns)[None, :]
         inputs = tl.load(x + sources[:, None] + columns[None, :], mask=mask, other=0).to(S.dtype)
     elif x.dtype.element_ty.primitive_bitwidth == 16 and S.dtype != tl.float32:
-        words = x.to(tl.pointer_type(tl.int32), bitcast=True) + (sources // 2)[:, None]
-        both = tl.load(words + (start // 2 + tl.arange(0, S.depth // S.parts // 2))[None, :], mask=live[:, None], other=0)
+        pairs = start // 2 + tl.arange(0, S.depth // S.parts // 2)
+        words = x.to(tl.pointer_type(tl.int32), bitcast=True) + (sources // 2)[:, None] + pairs[None, :]
+        both = tl.load(words, mask=live[:, None], other=0)
         inputs = (
             both.to(tl.int16).to(S.dtype, bitcast=True),
             (both >> 16).to(tl.int16).to(S.dtype, bitcast=True),
@@ -315,8 +316,8 @@ def finish(sums, packed, matrix, outputs, inside, S: tl.constexpr):
 class RowTiles(NamedTuple):
     """Which rows of the output belong to which matrix.
 
-    `tiles` is int32 [n, 3] of (matrix, first row, last row + 1), each of at most `height` rows; None: all rows belong to
-    one matrix.
+    `tiles` is int32 [n, 3] of (matrix, first row, last row + 1), each of at most `height` rows; None: all rows belong
+    to one matrix.
     """
 
     tiles: torch.Tensor | None

@@ -61,7 +61,8 @@ def capability_of() -> tuple[int, int]:
     """The compute capability of the GPU that Triton compiles for."""
     if interpreted():
         return INTERPRETER.capability
-    return divmod(import_module("triton.runtime.driver").driver.active.get_current_target().arch, 10)
+    arch: int = import_module("triton.runtime.driver").driver.active.get_current_target().arch
+    return divmod(arch, 10)
 
 
 def tile_rows(mean_rows: float, wide: bool) -> int:

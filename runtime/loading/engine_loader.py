@@ -79,7 +79,11 @@ from ..weights.streaming import StreamedWeights, fill_from_store
 
 @torch.inference_mode()
 def warm_up_products(
-    layers: Sequence[LayerAssembly], head: ShardLayout | None, compute: ParallelMatmul, dtype: torch.dtype, device: Device
+    layers: Sequence[LayerAssembly],
+    head: ShardLayout | None,
+    compute: ParallelMatmul,
+    dtype: torch.dtype,
+    device: Device,
 ) -> None:
     """Launches the kernels of products with every tile size, once for each kind of matrix and of layer.
 

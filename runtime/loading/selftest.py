@@ -223,9 +223,10 @@ def family_tests(torch_device: torch.device, gpu: Gpu, needs: KernelNeeds) -> di
         return _first(wrong_store(each, dtype, store_by_kernel, torch_device) for each in heads)
 
     def experts() -> str:
+        from ...moe.grouping_kernel import wrong_grouping
         from ...quant.matmul.grouped_selftest import wrong_grouped
 
-        return wrong_grouped(torch_device, dtype, needs.experts)
+        return wrong_grouped(torch_device, dtype, needs.experts) or wrong_grouping(torch_device)
 
     return {"attention": attention, "cache": cache, "experts": experts}
 

@@ -9,7 +9,6 @@ from collections import Counter
 from dataclasses import dataclass
 
 from ...quant.formats.format import CODE_BITS, INTEGER_CODES, ROWS, TILES, Layout
-from ...quant.kernels import tuning
 from ...quant.native import library
 from ..shape.model_shape import ModelShape
 from ..shape.shards import ModelShards, model_shards

@@ -21,10 +21,10 @@ from .candidate import SAMPLER_NBYTES
 
 # Four schedulers of a multiprocessor start an instruction of 32 threads each in a clock, in every GPU since Volta.
 ISSUED_A_CLOCK = 128
-# What kernels reached of a data sheet's figures on an H100, the one GPU measured so far (bench/results/gpu.md): of the
-# memory 0.68 to 0.77, which are 0.75 to 0.85 of a copy's 3.0 of 3.35 TB/s; of instructions 0.26 to 0.42 in attention
-# (those of weights are with their formats); of the tensor cores' peak 0.52 to 0.76. Copies over its link reached 0.87;
-# 0.8 is for 4 MiB and less.
+# What kernels reached of a data sheet's figures on an H100 and an H200, the only GPUs measured so far (bench/results/
+# gpu.md): of the memory 0.68 to 0.77, which are 0.75 to 0.85 of a copy's 3.0 of 3.35 TB/s; of instructions 0.26 to
+# 0.42 in attention (those of weights are with their formats); of the tensor cores' peak 0.52 to 0.76. Copies over its
+# link reached 0.87; 0.8 is for 4 MiB and less.
 MEMORY_SHARE, ISSUE_SHARE, PEAK_SHARE, LINK_SHARE = 0.7, 0.4, 0.5, 0.8
 
 # Instructions for an element of keys and values, of decoding tokens and of prompts, in heads of 64, 128 and 256, by the
@@ -59,7 +59,7 @@ LAUNCH_S = SLOWER * 2.2e-6 + 5e-6
 CALL_S = 1.2e-6
 # Launches of a layer with streamed experts, of prompts (some 20 of them copy) and of decoding tokens alone; those where
 # torch computes attention; and of a pass beside its layers (tests/device/host_cost.json).
-LAYER_LAUNCHES, DECODE_LAUNCHES, TORCH_LAUNCHES, TORCH_DECODE_LAUNCHES, PASS_LAUNCHES = 77, 56, 290, 180, 30
+LAYER_LAUNCHES, DECODE_LAUNCHES, TORCH_LAUNCHES, TORCH_DECODE_LAUNCHES, PASS_LAUNCHES = 61, 40, 290, 180, 26
 # An expert that torch computes: aten's operations of its two products, of int8 and nf4 (int4's are 24).
 EXPERT_LAUNCHES = 12
 # An expert that streams, in runs of eight, which are one copy and one grouped product: cache, order, lane 20 us and an

@@ -113,12 +113,12 @@ def test_a_figure_below_its_ceiling_asks_for_a_lower_one() -> None:
     ceilings = recorded()
     found = {
         kind: {part: tuple(figures) for part, figures in parts.items()}
-        for kind, parts in ceilings["figures"]["held"].items()
+        for kind, parts in ceilings["figures"]["all"].items()
     }
-    hold("held", found, ceilings)
+    hold("all", found, ceilings)
     waits, *others = found["decode"]["layer"]
     with pytest.raises(AssertionError, match=r"0 waits in a layer of decode, the ceiling is 1\. Lower it"):
-        hold("held", {**found, "decode": {**found["decode"], "layer": (waits - 1, *others)}}, ceilings)
+        hold("all", {**found, "decode": {**found["decode"], "layer": (waits - 1, *others)}}, ceilings)
 
 
 def test_other_versions_of_torch_may_launch_a_little_more() -> None:

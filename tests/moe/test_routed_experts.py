@@ -1,5 +1,5 @@
-"""A device that groups a pass's tokens itself (`moe/grouping_kernel.py`, `moe/routed_experts.py`) computes what the host
-would have had computed, and counts the same.
+"""A device that groups a pass's tokens itself (`moe/grouping_kernel.py`, `moe/routed_experts.py`) computes what the
+host would have had computed, and counts the same.
 """
 
 from dataclasses import replace
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moedge.moe.expert import ExpertBody, ExpertWeights, HeldExperts, mix_experts
-from moedge.moe.grouping_kernel import Grouped
+from moedge.moe.grouping_kernel import Grouped, wrong_grouping
 from moedge.moe.routed_experts import RoutedExperts
 from moedge.moe.routing_stats import RoutingStats
 from moedge.quant.formats.format import ROWS, get_format
@@ -71,7 +71,8 @@ def routed(held: HeldExperts, body: ExpertBody, compute: ParallelMatmul) -> Rout
 
 
 @pytest.mark.parametrize(
-    ("quant", "bias", "norm"), [("nf4", False, False), ("mxfp4", True, False), ("int4", False, True), ("none", True, True)]
+    ("quant", "bias", "norm"),
+    [("nf4", False, False), ("mxfp4", True, False), ("int4", False, True), ("none", True, True)],
 )
 def test_a_device_mixes_as_the_host_has_it_mixed(quant: str, bias: bool, norm: bool) -> None:
     gate = Gate("clamped_swiglu", alternating=True) if bias else Gate("silu")
@@ -89,9 +90,7 @@ def test_a_device_mixes_as_the_host_has_it_mixed(quant: str, bias: bool, norm: b
     by_device, by_host = RoutingStats({3: 6}), RoutingStats({3: 6})
     with torch.inference_mode():
         found = routed(HeldExperts(3, experts, by_device), body, compute).mix(hidden, ids, weights, compute)
-        wanted = mix_experts(
-            hidden, ids, weights, HeldExperts(3, experts, by_host), replace(body, gate=None), compute
-        )
+        wanted = mix_experts(hidden, ids, weights, HeldExperts(3, experts, by_host), replace(body, gate=None), compute)
     assert torch.allclose(found, wanted, rtol=2e-4, atol=2e-4 * float(wanted.abs().max()))
     one, other = by_device.layers[3], by_host.layers[3]
     assert (one.chosen == other.chosen).all()
@@ -123,3 +122,10 @@ def test_a_token_of_the_neighbour_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
         held = HeldExperts(0, experts, RoutingStats({0: 4}))
         found.append(routed(held, body, compute).mix(hidden, ids, weights, compute))
     assert not torch.allclose(*found, rtol=1e-2)
+
+
+def test_a_device_that_groups_wrongly_fails_its_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert wrong_grouping(torch.device("cpu")) == ""
+    of = Grouped.of
+    monkeypatch.setattr(Grouped, "of", lambda *given: of(*given)._replace(rows=of(*given).rows.roll(1)))
+    assert wrong_grouping(torch.device("cpu")) == "grouping of 300 tokens by expert"

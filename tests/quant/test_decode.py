@@ -1,5 +1,5 @@
-"""Codes to numbers by byte permutes (`quant/kernels/decode.py`): the assembly, run here instruction by instruction, gives
-the numbers of the tables for all bytes, at every place of a word.
+"""Codes to numbers by byte permutes (`quant/kernels/decode.py`): the assembly, run here instruction by instruction,
+gives the numbers of the tables for all bytes, at every place of a word.
 """
 
 import re

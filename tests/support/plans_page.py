@@ -52,12 +52,12 @@ compares.
 | memory, bandwidth, peak, clock, PCIe | data sheets (`runtime/plan/presets.py`) |
 | instructions, launches, calls, bytes | counted in this code, without a GPU (`runtime/plan/presets.py`) |
 | microseconds of Python | measured on a Zen 5, times 1.5 |
-| what kernels reach of a data sheet | [measured on an H100](../../bench/results/gpu.md#on-an-h100), taken for all |
+| what kernels reach of a data sheet | [measured](../../bench/results/gpu.md#on-an-h100-and-an-h200), taken for all |
 | the disk (3 GB/s) and the processor that packs weights | round numbers |
 
 A pass takes as long as the busiest of link, GPU (`compute`), host thread (`host`) and disk. Tokens are assumed to be
 drawn from a model's best k (`--temperature` above 0), for which the sampler starts many kernels: greedy jobs wait less
-for `host`. Of the kernels that the H100 timed all but four are predicted within 1.5 times
+for `host`. Of the kernels that an H100 and an H200 timed all but one are predicted within 1.5 times
 (`tests/runtime/plan/test_device_costs.py`). Two jobs of it were recorded: the one that waited for the link is predicted
 within a tenth; of a pass of the other, which waited for the host, a third is explained
 ([gpu.md](../dev/gpu.md#what-has-run)), so where `host` is the bottleneck a job may take several times as long. Of a

@@ -168,6 +168,9 @@ class HostCost:
                 for leaf in tree_leaves(launch.arguments):
                     if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
                         leaf.nan_to_num_()
+                    elif isinstance(leaf, torch.Tensor) and leaf.dtype == torch.int64:
+                        # Rows that a kernel would have written.
+                        leaf.clamp_(min=0)
 
         return launched
 
