@@ -58,7 +58,7 @@ def group_choices(expert_ids, placed, tiles, totals, num_choices, num_tiles, hei
             row += tl.sum(ours.to(tl.int32), 0)
 
 
-class Sizes(NamedTuple):
+class GroupingSizes(NamedTuple):
     """What the kernel is compiled for; `bins` are more than `experts`, and `chunk` choices are looked at together."""
 
     experts: int
@@ -89,7 +89,7 @@ class Grouped(NamedTuple):
         token_ids, rows = expert_ids.new_empty(2, count).unbind(0)
         num_tiles = min(count, experts) + count // height
         tiles = torch.empty(num_tiles, 3, dtype=torch.int32, device=expert_ids.device)
-        sizes = Sizes(experts, per_token, _CHUNK, triton.next_power_of_2(experts + 1))
+        sizes = GroupingSizes(experts, per_token, _CHUNK, triton.next_power_of_2(experts + 1))
         arguments = (expert_ids.contiguous(), (token_ids, rows), tiles, totals, count, num_tiles, height, sizes)
         Launch(group_choices, (experts + 1,), arguments).run()
         return cls(token_ids, rows, RowTiles(tiles, height))

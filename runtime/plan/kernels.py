@@ -35,7 +35,9 @@ class Kernels:
 def planned_kernels(plan: Plan, shape: ModelShape) -> Kernels:
     """What is going to compute; loading decides about the executor, by what the model's modules are."""
     tiled = plan.staging is None and fuses(plan.quant, plan.dtype, plan.deterministic)
-    order = TILES if plan.staging is None and plan.dtype == "bf16" and library.available() else ""
+    order = TILES if plan.dtype == "bf16" and library.available() else ""
+    if plan.staging is not None:
+        order = ROWS
     products = product_kernels(plan, model_shards(shape, plan.quant, plan.dtype, order))
     plain = plan.attention == "native" and plan.kv == "bf16"
     return Kernels(_executor(plan, shape, plain) if tiled else SEAMS, plan.attention, products)

@@ -9,6 +9,7 @@ import pytest
 
 from moedge.quant.kernels.gpu import Gpu, Lacks
 from moedge.runtime.plan.placement import LOADING_NBYTES, MIN_RING_EXPERTS, Workload, device_ring
+from moedge.runtime.plan.kernels import planned_kernels
 from moedge.runtime.plan.planner import budget_range, make_plan
 from moedge.runtime.settings.errors import DoesNotFit
 from moedge.runtime.settings.settings import WITHOUT_KERNELS, DeviceBudget, MemoryBudget, Settings
@@ -90,6 +91,7 @@ def test_kernels_are_planned_where_they_run_and_their_scratch_is_counted(
     ]
     assert (plans[0].attention, plans[0].grouped_products) == (attention, grouped)
     assert (plans[1].attention, plans[1].grouped_products) == ("torch", False)
+    assert planned_kernels(plans[0], shape).products.startswith("triton" if grouped else "torch")
     # Grouped experts alone take a tenth more.
     assert (plans[0].scratch_nbytes > 1.2 * plans[1].scratch_nbytes) == (attention == "triton")
     assert plans[0].lacks == gpu.lacks.reasons
