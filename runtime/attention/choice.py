@@ -23,7 +23,7 @@ class AttentionNeeds:
     native_lack: str = "nobody looked for the library of CPU kernels"
 
 
-NO_LATENTS = "Triton's kernels do not compute latent attention"
+NO_LATENTS = "Triton's kernels do not compute latent attention, nor attention to what an indexer chooses"
 # The largest head dimension that Triton's kernels support.
 LARGEST_HEAD = 256
 

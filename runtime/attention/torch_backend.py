@@ -288,7 +288,7 @@ class TorchAttention:
             if plan is not None:
                 keys, values = stored(pool, layer_index.index)
                 self._native.attend(RowQuery.of(call, pool, layer_index.index, q), [keys], values, plan, out)
-        elif not self.tiled and any(chunk.count == 1 for chunk in batch.chunks):
+        elif not self.tiled and any(decodes(call, chunk) for chunk in batch.chunks):
             layer = _Layer.of(call, pool, layer_index.index, q)
             for run in self._runs.of(call, layer_index.group, slots):
                 shift = None if layer.shift is None else layer.shift[run.rows]
@@ -313,14 +313,15 @@ class TorchAttention:
         qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         out: torch.Tensor,
     ) -> None:
-        """Fills the rows of `out` that are chunks of more than one token; where `tiled`, all rows."""
+        """Fills the rows of `out` that are chunks of more than one token, or of one that leaves tokens out; where
+        `tiled`, all rows."""
         (q, k, v), pool = qkv, self.cache.pools[layer_index.group]
         for chunk in batch.chunks:
             rows = slice(chunk.begin, chunk.end)
             if not self.tiled and is_causal_prefill(call, chunk):
                 as_stored = pool.as_stored(layer_index.index, k[rows], v[rows])
                 out[rows] = attend_fresh(call, pool.queries(q[rows]), *as_stored)
-            elif self.tiled or chunk.count > 1:
+            elif self.tiled or not decodes(call, chunk):
                 self.attend_past(call, layer_index, chunk, q[rows], out[rows])
 
     def attend_past(
@@ -340,8 +341,20 @@ class TorchAttention:
             low, high = key_range(call, begin, end, self.tiled)
             keys, values = self._reader.read(layer_index, blocks, low, high, last)
             mask = visibility(call, range(begin, end), range(low, high), keys)
-            result = attend_rows(call, tile, keys, values, mask, shift)
+            result = self._attend_tile(call, chunk, range(begin, end), (tile, keys, values), mask, shift)
             out[rows] = result[before : before + last - first]
+
+    def _attend_tile(
+        self,
+        call: AttentionCall,
+        chunk: TokenChunk,
+        rows: range,
+        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        mask: torch.Tensor | None,
+        shift: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`attend_rows` of the rows of a chunk's tile, which are positions."""
+        return attend_rows(call, *qkv, mask, shift)
 
 
 class CacheReader:

@@ -28,6 +28,7 @@ from ...quant.kernels.upload import open_ring
 from ...quant.kv.format import KVFormat
 from ...quant.matmul.matmul import ParallelMatmul, Workspace, kernel_order, measure_gemv_max_rows
 from ...quant.tensor import TORCH_DTYPES
+from ..attention.blocks import BlockAttention
 from ..attention.latent import LatentAttention
 from ..attention.protocol import AttentionBackend
 from ..attention.torch_backend import TorchAttention
@@ -148,6 +149,8 @@ def make_attention(cache: KVCache, plan: Plan, device: Device | None) -> Attenti
     native = plan.attention == "native"
     if any(pool.spec.group.is_latent for pool in cache.pools):
         return LatentAttention(cache, dtype, tiled, torch_device, native)
+    if cache.indexers:
+        return BlockAttention(cache, dtype, tiled, torch_device, native)
     if native or (plan.attention == "torch" and not plan.stores_by_kernel):
         return TorchAttention(cache, dtype, tiled, torch_device, native=native)
     # Imports Triton, which takes a second and which some machines do not have.
@@ -302,7 +305,7 @@ class Loading:
 
     def _fuse(self, model: ModelRunner, layers: list[LayerAssembly], cache: KVCache) -> list[FusedLayer]:
         """The layers that the library's steps compute, where all weights are held and memory is free for buffers."""
-        if self.memory.streamed or any(pool.spec.group.is_latent for pool in cache.pools):
+        if self.memory.streamed or not all(pool.spec.group.is_plain for pool in cache.pools):
             return []
         vocab, compute, plan = self.source.shape.vocab, self.compute, self.plan
         found = [each.layer for each in layers]

@@ -86,7 +86,7 @@ class _LayerKind:
         self.count = count
         self.dense = dense
         self.experts = experts
-        self.dense_numel = sum(matrix.numel for matrix in dense)
+        self.dense_numel = sum(matrix.numel * matrix.uses for matrix in dense)
         self.expert_numel = experts.numel if experts else 0
         self.may_fuse = may_fuse(dense, experts)
 
@@ -193,8 +193,8 @@ class _ComputeCosts:
             names = [INTEGERS.format(f"int{CODE_BITS[get_format(formats.quant).codes]}"), *names]
         self._alone = rates.curve(*names)
         self._together = rates.curve(*chain.from_iterable((TOGETHER.format(each), each) for each in names))
-        # On a device torch attends to latents.
-        self._by_torch = on_device and any(group.is_latent for group in model.shape.kv_groups)
+        # On a device torch attends to latents, and to what indexers choose.
+        self._by_torch = on_device and not all(group.is_plain for group in model.shape.kv_groups)
         self._attending = [
             rates.curve(
                 LATENTS if self._by_torch else HEADS.format(formats.kv, head_size(group.head_dim)),

@@ -21,8 +21,8 @@ from ..kv.spec import SCAN_CHUNK, KVSpec
 from ..settings.errors import DoesNotFit, SettingError
 from ..settings.settings import MIB, DeviceBudget, MemoryBudget, Settings, encoder_nbytes
 from ..shape.model_shape import ModelShape
-from ..shape.read import OUTER, SMALL
-from ..shape.shards import BESIDE_KEPT, SMALLEST_FORMATS, offered_formats, settled_format
+from ..shape.read import OUTER, SHARED, SMALL
+from ..shape.shards import BESIDE_KEPT, SMALLEST_FORMATS, ModelShards, offered_formats, settled_format
 from .candidate import (
     CacheSize,
     Candidate,
@@ -485,11 +485,11 @@ class _Search:
         assert placement is not None, "a candidate leaves the fewest bytes that weights need"
         weights, specs, blocks = candidate.weights, candidate.cache.specs, candidate.cache.blocks(cached)
         shape, settings = weights.shape, self._request.settings
-        latent = any(group.is_latent for group in shape.kv_groups)
+        by_torch = not all(group.is_plain for group in shape.kv_groups)
         heads = frozenset(group.head_dim for group in shape.kv_groups)
         # Deterministic prompts would take the kernels, too, a few rows at a time: not timed against torch yet.
         lack = "--deterministic takes torch's attention" if settings.deterministic else library.lack()
-        needs = AttentionNeeds(heads, weights.gpu, interpreted(), latent, lack)
+        needs = AttentionNeeds(heads, weights.gpu, interpreted(), by_torch, lack)
         attention = choose_attention(settings.attention, needs)
         whole = [count * spec.block for count, spec in zip(blocks, specs, strict=True) if spec.group.window is None]
         return Plan(
@@ -527,6 +527,7 @@ class _Search:
                 *dtype_notes(settings.dtype, shape.dtype, weights.gpu),
                 *_state_notes(shape, candidate.live),
                 *_packing_notes(shape, settings.quant, weights.quant),
+                *_shared_notes(shards),
             ),
         )
 
@@ -542,6 +543,13 @@ def _state_notes(shape: ModelShape, live: int) -> tuple[str, ...]:
     if not shape.state_groups or live > 1:
         return ()
     return ("prefixes are not shared: one sequence at a time keeps no state of recurrent layers where a prefix ends",)
+
+
+def _shared_notes(shards: ModelShards) -> tuple[str, ...]:
+    """What of the weights is held whatever the budget, because layers share it."""
+    matrices = shards.layers[0].dense.matrices if shards.held else ()
+    nbytes = sum(matrix.layout.nbytes for matrix in matrices if matrix.name.startswith(SHARED))
+    return (f"{-(-nbytes // MIB)} MiB of blocks that layers share are held once, and never streamed",) if nbytes else ()
 
 
 def _packing_notes(shape: ModelShape, wanted: str, quant: str) -> tuple[str, ...]:
@@ -569,6 +577,6 @@ def _lacks(weights: WeightFootprint, settings: Settings) -> dict[str, str]:
     if weights.shape.num_experts == 0:
         unwanted.add("experts")
     lacks = dict(weights.gpu.lacks.reasons)
-    if any(group.is_latent for group in weights.shape.kv_groups):
+    if not all(group.is_plain for group in weights.shape.kv_groups):
         lacks |= {"attention": NO_LATENTS, "cache": NO_LATENTS}
     return {family: reason for family, reason in lacks.items() if family not in unwanted}

@@ -103,6 +103,7 @@ FIELDS: dict[str, Rule] = {
     "shared_expert_intermediate_size": _WIDTH,
     "shared_intermediate_size": _whole(0, 1 << 20),
     "prefix_dense_intermediate_size": _WIDTH,
+    "dense_intermediate_size": _WIDTH,
     "ffn_hidden_size": _WIDTH,
     "moe_latent_size": _WIDTH,
     "moe_hidden_size": _WIDTH,
@@ -138,6 +139,10 @@ FIELDS: dict[str, Rule] = {
     "index_topk": _LENGTH,
     "index_head_dim": _HEAD_DIM,
     "index_n_heads": _HEADS,
+    "index_block_size": _LENGTH,
+    "index_topk_blocks": _LENGTH,
+    # A token's own block is one of those that it always attends to.
+    "index_local_blocks": _whole(1, 1_024),
     "vocab_size": _whole(2, 1 << 20),
     # A head with fewer rows than the embedding.
     "output_vocab_size": Choice((None,)),
@@ -195,6 +200,8 @@ FIELDS: dict[str, Rule] = {
     "no_rope_layer_interval": _LAYERS,
     "full_attention_interval": _LAYERS,
     "layer_group_size": _LAYERS,
+    "num_mem_blocks": _LAYERS,
+    "adapter_rank": _WIDTH,
     "attn_layer_period": _LAYERS,
     "attn_layer_offset": _LAYER,
     "expert_layer_period": _LAYERS,
@@ -219,6 +226,8 @@ FIELDS: dict[str, Rule] = {
     "mamba_n_groups": _HEADS,
     "mamba_n_heads": _HEADS,
     "mamba_num_heads": _HEADS,
+    "n_mamba_heads": _HEADS,
+    "mamba_ngroups": _HEADS,
     "mamba_head_dim": _HEAD_DIM,
     "mamba_dt_rank": AutoOr(_WIDTH),
     "mamba_chunk_size": _LENGTH,
@@ -311,14 +320,18 @@ FIELDS: dict[str, Rule] = {
     "use_post_norm": _FLAG,
     "use_qk_norm": _FLAG,
     "use_qkv_bias": _FLAG,
+    "add_bias_linear": _FLAG,
+    "use_long_context": _FLAG,
+    "use_mem_rope": _FLAG,
+    "use_shared_attention_adapter": _FLAG,
     "use_sandwich_norm": _FLAG,
     "use_sliding_window": _FLAG,
     # Attention is causal here, as it is for text where only pictures are seen in both directions.
     "use_bidirectional_attention": Choice((False, "vision")),
 }
 _KINDS = (
-    "full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "linear_attention", "conv", "moe",
-    "mlp",
+    "full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "minimax_m3_sparse",
+    "linear_attention", "conv", "moe", "mlp", "hybrid",
     # As older files write them.
     "attention", "mamba",
 )  # fmt: skip

@@ -234,7 +234,9 @@ def test_a_transformers_that_expands_before_it_caches_is_refused(
 
 
 def check_heads(shape: ModelShape, layers: Any) -> None:
-    modules = [one for layer in layers for one in layer.modules() if hasattr(one, "expand_kv")]
+    modules = [
+        one for layer in layers for one in layer.modules() if hasattr(one, "expand_kv") or hasattr(one, "indexer")
+    ]
     for group in shape.kv_groups:
         if group.is_latent:
             own = [one for one in modules if one.layer_idx in group.layers]
@@ -245,11 +247,14 @@ def check_heads(shape: ModelShape, layers: Any) -> None:
         if group.is_index:
             indexers = [one.indexer for one in modules if one.indexer is not None]
             assert [one.layer_idx for one in indexers] == list(group.layers)
-            assert {(one.head_dim, one.index_topk) for one in indexers} == {(group.head_dim, group.chosen)}
+            sizes = {
+                (one.head_dim, getattr(one, "index_topk", 0) or one.topk_blocks * one.block_size) for one in indexers
+            }
+            assert sizes == {(group.head_dim, group.chosen)}
             continue
         for index in group.layers:
             layer = layers[index // (2 if shape.model_type in TWO_CALLS else 1)]
-            attention = getattr(layer, "self_attn", None) or layer.mixer
+            attention = getattr(getattr(layer, "shared_transformer", layer), "self_attn", None) or layer.mixer
             assert group.head_dim == max(attention.head_dim, getattr(attention, "v_head_dim", 0))
             if isinstance(getattr(attention, "k_proj", None), nn.Linear):
                 assert group.kv_heads * attention.head_dim == attention.k_proj.out_features
@@ -326,7 +331,7 @@ def test_reading_a_shape_imports_no_torch(checkpoint: Callable[[str], Path]) -> 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"model_type": "minimax_m3_vl_text"}, "sparse attention"),
+        ({"model_type": "glm5_next_text"}, "sparse attention"),
         ({"model_type": "mamba2"}, "recurrent"),
         ({"model_type": "no_such_model"}, "not supported"),
         ({"model_type": 7}, "not supported"),
