@@ -421,7 +421,8 @@ def _layer(index: int, tensors: Mapping[str, TensorEntry], config: ModelConfig, 
     matrices = tuple(
         Matrix(
             name.removesuffix(".weight"), sum(part.shape[0] for part in parts), parts[0].shape[1],
-            *_stored_as(parts, found),
+            # Conversions join floats.
+            *(_stored_as(parts, found) if len(parts) == 1 else ("", _stored_as(parts, found)[1])),
             # Attention multiplies queries and sums of latents with parts of the one; the other is small, and decides.
             unpacked=config.is_latent and name.endswith(("kv_b_proj.weight", "indexer.weights_proj.weight")),
             uses=_uses(config, name),
@@ -442,11 +443,8 @@ def _merged(config: ModelConfig, dense: Mapping[str, TensorEntry]) -> dict[str, 
     """The tensors of a layer's matrices by the names of the module, which may have one where files have several."""
     whole, parts = MERGED.get(config.family.model_type, ("", ()))
     found: dict[str, list[TensorEntry]] = defaultdict(list)
-    # In the order of the parts, not of the file.
-    for part in ("", *parts):
-        for name, entry in dense.items():
-            if next((each for each in parts if each in name), "") == part:
-                found[name.replace(part, whole) if part else name].append(entry)
+    for name, entry in dense.items():
+        found[renamed_in(name, dict.fromkeys(parts, whole))].append(entry)
     return found
 
 
