@@ -3,7 +3,7 @@
 Latent attention (MLA) hands latents to it before transformers' modules expand them; transformers' own caches store the
 same: `expand_kv` is called after the cache was updated. Sparse attention (DeepSeek-AI, DeepSeek-V3.2, 2025) is latent
 attention with an indexer that chooses `index_topk` tokens for each token. Indexers mix tokens, so their `forward` ends
-here before it does, and attention goes on from there.
+here before it does, and attention goes on from there. Those of MiniMax-M3 choose blocks, beside ordinary attention.
 """
 
 from __future__ import annotations

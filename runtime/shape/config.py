@@ -142,6 +142,8 @@ class ModelConfig:
             raise out_of_range("hidden_size", hidden, f"a multiple of num_attention_heads {heads}")
         if self.family.model_type in BLOCK_SPARSE and self.size("index_n_heads") != kv_heads:
             raise out_of_range("index_n_heads", self.size("index_n_heads"), f"num_key_value_heads {kv_heads}")
+        if (local := self.get("index_local_blocks") or 0) > (most := self.get("index_topk_blocks") or local):
+            raise out_of_range("index_local_blocks", local, f"at most index_topk_blocks {most}")
         if self.get("use_shared_attention_adapter") and kv_heads != heads:
             raise out_of_range("num_key_value_heads", kv_heads, f"{heads}, as wide as adapters of keys and values")
         if self.family.model_type in SHARED_BLOCKS and 2 * hidden % heads:
@@ -536,8 +538,7 @@ def chosen_tokens(config: ModelConfig) -> int:
 def _usual_head_dim(config: ModelConfig) -> int:
     # Shared blocks get hidden states and embeddings side by side.
     sides = 2 if config.family.model_type in SHARED_BLOCKS else 1
-    size: int = config.get("head_dim") or sides * config.size("hidden_size") // config.size("num_attention_heads")
-    return size
+    return int(config.get("head_dim") or sides * config.size("hidden_size") // config.size("num_attention_heads"))
 
 
 def head_dim(config: ModelConfig, layer: int) -> int:

@@ -141,8 +141,7 @@ FIELDS: dict[str, Rule] = {
     "index_n_heads": _HEADS,
     "index_block_size": _LENGTH,
     "index_topk_blocks": _LENGTH,
-    # A token's own block is one of those that it always attends to.
-    "index_local_blocks": _whole(1, 1_024),
+    "index_local_blocks": _SOME,
     "vocab_size": _whole(2, 1 << 20),
     # A head with fewer rows than the embedding.
     "output_vocab_size": Choice((None,)),

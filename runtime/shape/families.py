@@ -72,7 +72,7 @@ WANTING = {
     "recurrent layers and no attention: a job needs layers with keys and values": (
         "falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm",
     ),
-    "blocks that several layers share: weights are read layer by layer, each layer's from its own tensors": ("zamba",),
+    "a scan for each of its heads, whose parameters are stacks of matrices": ("zamba",),
     "convolutions inside its attention layers: they need a state beside keys and values": (
         "inkling2_loop_text", "inkling2_text", "inkling_text", "zaya",
     ),
@@ -305,6 +305,9 @@ def text_config(values: Mapping[str, Any]) -> dict[str, Any]:
 def text_name(name: str) -> str | None:
     """The name that the text model gives to a tensor of a whole checkpoint; None for other parts' tensors."""
     name = name.removeprefix("thinker.")
+    if ".mtp." in name:
+        # Layers that predict further tokens, inside the text model.
+        return None
     for prefix, own in _PREFIXES.items():
         if name.startswith(prefix):
             return own + name.removeprefix(prefix)

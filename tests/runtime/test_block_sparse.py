@@ -25,7 +25,7 @@ from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.settings.errors import UnsupportedModel
 from moedge.runtime.settings.settings import MemoryBudget, Settings
 from moedge.runtime.shape.config import ModelConfig
-from moedge.runtime.shape.families import BLOCK_SPARSE
+from moedge.runtime.shape.families import BLOCK_SPARSE, text_name
 from moedge.runtime.shape.model_shape import KVGroup
 from moedge.runtime.source.model_source import open_source
 from support.family_run import NEW_TOKENS, prompts
@@ -161,7 +161,7 @@ def defined(q: torch.Tensor, keys: torch.Tensor, position: int, index: BlockQuer
     return set(sorted(scores, key=lambda block: -scores[block])[: index.blocks])
 
 
-@pytest.mark.parametrize("local", [1, 2])
+@pytest.mark.parametrize("local", [0, 1, 2])
 @pytest.mark.parametrize("products", [choices.SCORED_NUMEL, 1])
 def test_each_head_chooses_the_blocks_of_the_largest_products(
     products: int, local: int, monkeypatch: pytest.MonkeyPatch
@@ -204,3 +204,11 @@ def test_makers_files_say_the_same_in_fields_of_their_own() -> None:
     assert (found.get("index_topk_blocks"), found.get("index_local_blocks")) == (3, 2)
     with pytest.raises(UnsupportedModel, match="index_n_heads is 2, wanted num_key_value_heads 4"):
         ModelConfig({"model_type": "minimax_m3_vl", "text_config": values | {"num_key_value_heads": 4}})
+    more = values | {"sparse_attention_config": inner | {"sparse_local_block": 4}}
+    with pytest.raises(UnsupportedModel, match="index_local_blocks is 4, wanted at most index_topk_blocks 3"):
+        ModelConfig({"model_type": "minimax_m3_vl", "text_config": more})
+
+
+def test_layers_that_predict_further_tokens_are_no_layers_of_the_model() -> None:
+    assert text_name("language_model.model.mtp.layers.0.self_attn.q_proj.weight") is None
+    assert text_name("language_model.model.layers.0.mlp.up_proj.weight") == "model.layers.0.mlp.up_proj.weight"
