@@ -146,6 +146,8 @@ class ModelConfig:
             raise out_of_range("index_local_blocks", local, f"at most index_topk_blocks {most}")
         if self.get("use_shared_attention_adapter") and kv_heads != heads:
             raise out_of_range("num_key_value_heads", kv_heads, f"{heads}, as wide as adapters of keys and values")
+        if self.family.model_type in SHARED_BLOCKS and not self.get("tie_word_embeddings"):
+            raise out_of_range("tie_word_embeddings", False, "true: without it transformers shares no blocks either")
         if self.family.model_type in SHARED_BLOCKS and 2 * hidden % heads:
             raise out_of_range("num_attention_heads", heads, f"a divisor of {2 * hidden}")
         if _usual_head_dim(self) % 2:

@@ -246,7 +246,7 @@ def divided(config: ModelConfig, entry: TensorEntry) -> Sequence[TensorEntry]:
     if config.family.model_type == TEXT_AND_PICTURES:
         return _for_text(config, entry)
     if config.family.model_type in SHARED_BLOCKS:
-        return [entry._replace(name=_shared_name(config, entry.name))]
+        return [entry._replace(name=shared_name(config, entry.name))]
     joined, names = JOINED.get(config.family.model_type, ("", ()))
     if not joined or joined not in entry.name:
         return [entry]
@@ -266,7 +266,7 @@ SHARED = "shared_blocks"
 _SHARED = re.compile(r"(^|\.)layers\.(\d+)\.shared_transformer\.")
 
 
-def _shared_name(config: ModelConfig, name: str) -> str:
+def shared_name(config: ModelConfig, name: str) -> str:
     """The name in layer 0 of a tensor of a shared block, which files have under one of the layers that use it."""
     match, layers = _SHARED.search(name), sharing_layers(config)
     if match is None or int(match[2]) not in layers:

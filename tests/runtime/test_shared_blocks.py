@@ -132,6 +132,13 @@ def test_adapters_that_are_not_as_wide_as_keys_are_refused(checkpoint: Callable[
         ModelConfig(values | {"num_key_value_heads": 2})
 
 
+def test_blocks_that_transformers_does_not_share_are_refused(checkpoint: Callable[[str], Path]) -> None:
+    """It ties them where it ties embeddings, as in all published files."""
+    values = json.loads((checkpoint("zamba2") / "config.json").read_text())
+    with pytest.raises(UnsupportedModel, match="tie_word_embeddings is False, wanted true: without it transformers"):
+        ModelConfig(values | {"tie_word_embeddings": False})
+
+
 def test_a_file_without_kinds_of_layers_has_those_of_the_class() -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

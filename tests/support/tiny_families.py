@@ -200,7 +200,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
             "linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid", "hybrid", "hybrid",
         ],
         "n_mamba_heads": 8, "mamba_ngroups": 2, "mamba_d_state": 16, "chunk_size": 32, "use_mem_rope": True,
-        "num_key_value_heads": 4, "pad_token_id": 0, "time_step_min": 0.01,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "pad_token_id": 0, "time_step_min": 0.01,
+        "tie_word_embeddings": True,
     },
 }  # fmt: skip
 
