@@ -15,6 +15,7 @@ SUBJECTS = {
     "reads": "the stream's reader threads against the disk",
     "rows": "what kernels on codes compute a second, by number of rows",
     "step": "what a pass costs outside the model",
+    "table": "rows looked up in a table on the disk against bare reads",
     "widen": "widening and packing of quantized checkpoints' weights, by type",
 }
 

@@ -49,6 +49,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "linear --repeats 1 --shape 128 256 --strips 256",
         "pack --repeats 1 --size 256",
         "reads --folder {out} --gib 0.03125 --shard-mib 2 --rounds 1",
+        "table --folder {out} --gib 0.03125 --rounds 1",
         "rows --shape 128 256 --repeats 1",
         "step --sequences 8 --vocab 4000 --passes 2",
         "widen --rows 64 --columns 512 --repeats 1 --only Q4_K",

@@ -70,14 +70,16 @@ def group_by_expert(expert_ids: torch.Tensor, num_experts: int) -> ExpertGroups:
     return ExpertGroups(expert_ids, counts.tolist(), there[: offsets[-1]], there[offsets[-1] :], offsets)
 
 
-def combine(rows: torch.Tensor, groups: ExpertGroups, weights: torch.Tensor) -> torch.Tensor:
+def combine(rows: torch.Tensor, assignment_rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """The weighted sum of each token's experts: rows [P, D] sorted by expert, weights [T, A] -> [T, D].
+
+    `assignment_rows` [S] is the row of assignment t * A + a.
 
     The sum is float32 and takes a token's experts in the router's order, so it does not depend on the order in which
     experts were computed, and needs no atomic additions. One kernel gathers, weighs and sums: separate kernels would
     write every row two more times, which took ten to forty times as long.
     """
-    rows_of = groups.assignment_rows.view(weights.shape)
+    rows_of = assignment_rows.view(weights.shape)
     return embedding_bag(rows_of, rows, per_sample_weights=weights.to(rows.dtype), mode="sum")
 
 
@@ -209,7 +211,7 @@ class ExpertBody:
             return False
         product, weights = compute.grouped, [one.weights for one in residents]
         ups, downs = [expert.up for expert in weights], [expert.down for expert in weights]
-        if not product.takes(ups) or not product.takes(downs):
+        if not all(product.takes(*(each.layout for each in side)) for side in (ups, downs)):
             return False
         spans = [groups.rows(one.expert_id) for one in residents]
         up_biases, down_biases = [expert.up_bias for expert in weights], [expert.down_bias for expert in weights]
@@ -280,7 +282,7 @@ def mix_experts(
         compute.parallel_for(remaining, run_expert)
     # A thread that is free takes the next expert that arrives; it does not wait for the others.
     compute.parallel_for(chain.from_iterable(map(ungrouped, fetched)), run_expert)
-    return combine(rows, groups, weights)
+    return combine(rows, groups.assignment_rows, weights)
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from .running_mean import RunningMean
 
@@ -48,20 +49,37 @@ _NEWEST = 0.1
 
 
 class RoutingStats:
-    """Everything that is counted of routing, for all layers with experts: one object that a model's layers share.
-
-    `layers` maps the model's layer index to the counts of a layer, in the model's order.
-    """
+    """Everything that is counted of routing, for all layers with experts: one object that a model's layers share."""
 
     def __init__(self, num_experts: Mapping[int, int]) -> None:
         """`num_experts` is by layer."""
-        self.layers = {layer: LayerPopularity(np.zeros(count)) for layer, count in num_experts.items()}
+        self._layers = {layer: LayerPopularity(np.zeros(count)) for layer, count in num_experts.items()}
+        self._later: dict[int, torch.Tensor] = {}
         # Tokens of one text choose similar experts: the measured union divided by that of independent tokens.
         self._correlation = {layer: RunningMean(_NEWEST, 1.0) for layer in num_experts}
 
+    @property
+    def layers(self) -> Mapping[int, LayerPopularity]:
+        """The counts of a layer, by the model's layer index, in the model's order; waits for a device that counts."""
+        for layer, totals in self._later.items():
+            chosen, wanted = totals.cpu().numpy()
+            self._layers[layer].chosen += chosen
+            self._layers[layer].unions += int(wanted.sum())
+            totals.zero_()
+        return self._layers
+
+    def count_later(self, layer: int, totals: torch.Tensor) -> None:
+        """A device counts a layer in `totals` int64 [2, E]: the tokens, and the passes, that chose each expert."""
+        self._later[layer] = totals
+
+    def count_pass(self, layer: int, tokens: int) -> None:
+        """Adds one layer of a pass whose choices a device counts."""
+        self._layers[layer].tokens += tokens
+        self._layers[layer].passes += 1
+
     def count(self, layer: int, tokens: int, counts: Sequence[int]) -> None:
         """Adds one layer of a pass: its number of tokens, and the number of tokens that chose each expert [E]."""
-        stats, chosen = self.layers[layer], np.asarray(counts)
+        stats, chosen = self._layers[layer], np.asarray(counts)
         stats.chosen += chosen
         stats.tokens += tokens
         stats.unions += int(np.count_nonzero(chosen))
@@ -75,12 +93,12 @@ class RoutingStats:
 
     def observe_union(self, layer: int, tokens: int, num_wanted: int) -> None:
         """Compares the experts that `tokens` tokens wanted with what independent tokens would have wanted."""
-        expected = float(self.layers[layer].wanted_by(tokens).sum())
+        expected = float(self._layers[layer].wanted_by(tokens).sum())
         self._correlation[layer].observe(num_wanted / expected)
 
     def expected_misses(self, layer: int, tokens: int, held: Collection[int]) -> float:
         """The expected number of experts that `tokens` tokens want of `layer` and that are not among `held`."""
-        probabilities = self.layers[layer].wanted_by(tokens)
+        probabilities = self._layers[layer].wanted_by(tokens)
         independent = float(probabilities.sum() - probabilities[list(held)].sum())
         return independent * (self._correlation[layer].value or 0.0)
 

@@ -61,19 +61,23 @@ def pack_by_library(weight: Tensor, layout: Layout, planes: tuple[Tensor, ...]) 
     """
     if weight.stride(1) != 1:
         weight = weight.contiguous()
-    codes, scales = planes
+    codes, scales, *zeros = planes
+    # The library writes each zero beside its scale.
+    pairs = scales.new_empty(*scales.shape, 2) if zeros else scales
     some = NativePacking(
         x=weight.data_ptr(),
         stride=weight.stride(0),
         rows=weight.shape[0],
         columns=weight.shape[1],
         codes=codes.data_ptr(),
-        scales=scales.data_ptr(),
+        scales=pairs.data_ptr(),
         scale_stride=scales.stride(0) // 2 if layout.order == INT4PACK else 0,
         format=_FORMATS[layout.format],
         order=_ORDERS[layout.order],
     )
     function("moedge_pack", POINTER(NativePacking))(byref(some))
+    for plane, written in zip((scales, *zeros), pairs.unbind(2) if zeros else (), strict=False):
+        plane.copy_(written)
     return bool(some.finite)
 
 

@@ -78,7 +78,7 @@ def _kernels(family: str, quant: str, kv: str, fake: bool) -> dict[str, Any]:
             return {"skipped": f"attention is {plan.attention}'s on this device"}
         ran, wanted = case.run(plan, device), case.run(case.plan(None)).tokens
         _compare(f"{family} {quant} {kv}", ran, plan, wanted, device)
-        return {"attention": plan.attention, "grouped_experts": plan.grouped_experts, "to_device": ran.to_device}
+        return {"attention": plan.attention, "grouped_products": plan.grouped_products, "to_device": ran.to_device}
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -128,16 +128,6 @@ def read_shard(extent: ShardExtent, target: memoryview) -> None:
         crc = zlib.crc32(into, crc)
     if crc != extent.crc32:
         raise BadStore(damage(extent))
-
-
-def read_rows(extent: ShardExtent, rows: Iterable[int], row_nbytes: int, target: memoryview) -> None:
-    """Reads rows of a matrix, a shard in one piece, into `target` one behind the other. Raises BadStore where the file
-    ends before; what is read is not compared with a checksum."""
-    (part,) = extent.parts
-    for place, row in enumerate(rows):
-        begin = row * row_nbytes
-        into = target[place * row_nbytes : (place + 1) * row_nbytes]
-        _read_part(extent, ExtentPart(part.path, part.descriptor, begin, part.offset + begin, row_nbytes), into)
 
 
 def _read_part(extent: ShardExtent, part: ExtentPart, target: memoryview) -> None:

@@ -46,10 +46,18 @@ class DirectFile:
         self._opened = self._state()
 
     def read(self, target: memoryview, offset: int, nbytes: int) -> None:
+        self.fetch(target, offset, nbytes)
+        self.check()
+
+    def fetch(self, target: memoryview, offset: int, nbytes: int) -> None:
+        """Does what `read` does, without a look at the file: call `check` behind several."""
         if self.direct:
             self._read_direct(target, offset, nbytes)
         else:
             self._read_cached(target, offset, nbytes)
+
+    def check(self) -> None:
+        """Raises OSError if the file changed after it was opened."""
         if self._state() != self._opened:
             raise OSError(errno.ESTALE, "the file changed after it was opened")
 

@@ -136,9 +136,9 @@ class Assumed(NamedTuple):
     does: unpacked, widened, read (tests/runtime/plan/test_device_costs.py); and the bytes per second that are packed by
     torch, and by two cores with the library of CPU kernels. `instructions` are those of a GPU for a weight in tiles of
     16, 32 and 64 rows, with which grouped products decode gate and up, by its major compute capability (8: the worst
-    of 8.0, 8.9 and 12.0), from `python -m matrix.compiling.instructions 80 89 90 120` with Triton 3.7.1; none where no
-    kernel reads the format. Of the instructions that an H100 could start, its kernel starts `issue_share`: 0.40 of nf4,
-    0.56 to 0.65 of mxfp4 (docs/measurements/gpu/h100-kernels.json); the others wait for memory.
+    of 8.0, 8.9 and 12.0), from `python -m matrix.compiling.instructions 80 89 90 120` with Triton 3.7.1. Of the
+    instructions that a GPU could start, the kernel starts `issue_share` on an H200 (docs/measurements/gpu/
+    h200-kernels.json): scales in small groups are waited for.
     """
 
     weight_nbytes: float
@@ -197,7 +197,7 @@ class WeightFormat:
 
     def in_order(self, order: str) -> Self:
         """The same format with codes in another order. Raises FormatError for an order that these codes do not have."""
-        if order not in (ROWS, *self.orders):
+        if order not in self.orders:
             raise FormatError(f"Order {order!r} was found; codes of {self.name} lie in order {self.order!r}.")
         return replace(self, order=order)
 
@@ -205,10 +205,16 @@ class WeightFormat:
     def orders(self) -> tuple[str, ...]:
         """The orders in which a model of this format may be held and stored, its own first; all take the same bytes."""
         own = FORMATS[self.name].order
+        orders = (own,) if own == ROWS else (own, ROWS)
         if not CODE_BITS[self.codes] or self.block or (self.group and self.group % TILE_COLUMNS):
-            return (own,)
+            return orders
         fused = self.codes == "nf4" and self.scales == "bfloat16"
-        return (own, NF4PACK, TILES) if fused else (own, TILES)
+        return (*orders, NF4PACK, TILES) if fused else (*orders, TILES)
+
+    @property
+    def own_block(self) -> int:
+        """The rows to whose multiple the format's own order pads a matrix."""
+        return _BLOCK_ROWS[FORMATS[self.name].order]
 
     @property
     def whole_rows(self) -> bool:
@@ -322,7 +328,7 @@ QUANT_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
                 None,
                 "float32",
                 auto=True,
-                assumed=Assumed(1.0, 5.0, 1.5e8, 3e9, {8: (4.5, 5.0, 26.9), 9: (4.2, 5.1, 5.0)}),
+                assumed=Assumed(1.0, 5.0, 1.5e8, 3e9, {8: (3.5, 4.4, 6.6), 9: (3.5, 5.0, 3.1)}),
             ),
             WeightFormat(
                 "int4",
@@ -332,7 +338,7 @@ QUANT_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
                 "bfloat16",
                 order=INT4PACK,
                 auto=True,
-                assumed=Assumed(0.63, 12.9, 6e6, 1.5e9),
+                assumed=Assumed(0.63, 12.9, 6e6, 1.5e9, {8: (2.7, 4.3, 5.4), 9: (2.7, 4.3, 4.9)}, 0.22),
             ),
             WeightFormat(
                 "nf4",
@@ -340,7 +346,7 @@ QUANT_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
                 64,
                 "bfloat16",
                 auto=True,
-                assumed=Assumed(0.53, 4.6, 6e7, 2.5e9, {8: (13.0, 14.5, 19.0), 9: (12.9, 13.6, 9.6)}),
+                assumed=Assumed(0.53, 4.6, 6e7, 2.5e9, {8: (4.6, 5.4, 6.5), 9: (4.5, 5.3, 4.7)}),
             ),
             WeightFormat(
                 "mxfp4",
@@ -348,7 +354,7 @@ QUANT_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
                 32,
                 "e8m0",
                 rates="nf4",
-                assumed=Assumed(0.53, 4.6, 6e7, 2e9, {8: (14.2, 15.3, 27.9), 9: (14.0, 15.0, 27.4)}, 0.6),
+                assumed=Assumed(0.53, 4.6, 6e7, 2e9, {8: (3.7, 5.3, 6.3), 9: (3.7, 5.2, 5.6)}, 0.3),
             ),
         )
     }

@@ -40,10 +40,13 @@ def pack(weight: Tensor, planes: tuple[Tensor, ...]) -> None:
     interleave(nibbles, codes)
 
 
+ONLY_KEPT = "Matrices are not quantized to 4-bit integers with zero points; use int4."
+
+
 def check_zeros(scales: Tensor) -> None:
     """Raises FormatError unless scales have float zeros beside them."""
     if scales.dim() < 3:
-        raise FormatError("Matrices are not quantized to 4-bit integers with zero points; use int4.")
+        raise FormatError(ONLY_KEPT)
 
 
 def quantize(weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
@@ -147,7 +150,12 @@ class RowCodec:
     VALUES = lookup.Values(tuple(float(code - NUM_CODES // 2) for code in range(NUM_CODES)))
 
     def pack(self, weight: Tensor, planes: tuple[Tensor, ...]) -> None:
-        raise FormatError("Matrices are quantized in the order of their format: pack them so.")
+        """As int4.pack. Raises FormatError unless zeros are floats."""
+        codes, scales, *zeros = planes
+        if not zeros or not zeros[0].is_floating_point():
+            raise FormatError(ONLY_KEPT)
+        first, second = quantize(weight, scales, zeros[0]).view(*codes.shape, 2).unbind(2)
+        codes.copy_(second.mul(NUM_CODES).add_(first).to(torch.int32))
 
     def unpack(self, planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> None:
         scale, zero = scale_and_zero(planes, axis=1)

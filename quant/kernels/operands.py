@@ -118,6 +118,16 @@ class Sizes(NamedTuple):
     depth: int
     dtype: Any
 
+    @property
+    def pairs(self) -> bool:
+        """Whether two codes are a byte."""
+        return self.codes not in ("none", "int8")
+
+    @property
+    def parts(self) -> int:
+        """The groups of columns in a step, each with scales of its own."""
+        return max(1, self.depth // self.group) if self.group else 1
+
 
 def _clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     gate = gate.clamp(max=7)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -10,11 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ..formats.format import ROWS
-from ..formats.nf4 import LEVELS
-from ..tensor import PackedTensor
+from ..formats.format import ROWS, Layout
+from ..tensor import PackedTensor, torch_dtype
+from . import decode
+from .decode import decode_int8, decode_pairs, load_table, multiply_add
 from .operands import Gate, Packed, ProductOperands, Sizes, Stack, Tiles
-from .tuning import tile_rows, tiles_for
+from .tuning import TILE_ROWS, capability_of, tile_rows, tiles_for
 from .upload import upload
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -64,15 +65,21 @@ def activate(gate, up, NAME: tl.constexpr):
     return result
 
 
-@triton.jit
-def grouped_product(x, token_ids, out, packed, levels, tiles, S: tl.constexpr):
-    """Grid: (tiles, runs of S.outputs outputs). tiles int32 [n, 3]: matrix, first and last + 1 row of out [P, outputs].
+# The number of rows changes while a job runs: no kernel may be compiled for each.
+@triton.jit(do_not_specialize=["num_rows"])
+def grouped_product(x, token_ids, out, packed, levels, tiles, num_rows, S: tl.constexpr):
+    """Grid: (tiles, runs of S.outputs outputs). tiles int32 [n, 3]: matrix, first and last + 1 row of out [P, outputs];
+    None: the first matrix computes all `num_rows` rows.
 
     Row p of out is row token_ids[p] of x (row p if token_ids is None) times its matrix, plus bias, activated. Programs
     of one matrix and one run of outputs are neighbours, so that weights which they read twice are in the cache.
     """
-    fields = tiles + tl.program_id(0) * 3
-    matrix, begin, end = tl.load(fields), tl.load(fields + 1), tl.load(fields + 2)
+    if tiles is None:
+        matrix, begin = 0, tl.program_id(0) * S.rows
+        end = tl.minimum(begin + S.rows, num_rows)
+    else:
+        fields = tiles + tl.program_id(0) * 3
+        matrix, begin, end = tl.load(fields), tl.load(fields + 1), tl.load(fields + 2)
     if begin >= end:
         # A tile without rows is a warm-up launch, whose matrix does not exist.
         return
@@ -86,43 +93,68 @@ def grouped_product(x, token_ids, out, packed, levels, tiles, S: tl.constexpr):
     OUTPUTS: tl.constexpr = S.num_rows if S.gate is None else S.num_rows // 2
     inside = outputs < OUTPUTS
     wanted = live[:, None] & inside[None, :]
+    words = load_table(levels, S)
     if S.gate is None:
-        sums = multiply(x, sources, live, packed, levels, matrix, outputs, inside, S)
+        sums = multiply(x, sources, live, packed, words, matrix, outputs, inside, S)
     else:
-        sums = multiply_gated(x, sources, live, packed, levels, matrix, outputs, inside, S)
+        sums = multiply_gated(x, sources, live, packed, words, matrix, outputs, inside, S)
     target = rows.to(tl.int64)[:, None] * OUTPUTS + outputs[None, :]
     tl.store(out + target, sums.to(out.dtype.element_ty), mask=wanted)
 
 
 @triton.jit
-def multiply(x, sources, live, packed, levels, matrix, outputs, inside, S: tl.constexpr):
+def multiply(x, sources, live, packed, table, matrix, outputs, inside, S: tl.constexpr):
     """x [S.rows, K] times the rows `outputs` of the matrix: float32 [S.rows, S.outputs]."""
+    place = (matrix, outputs, inside)
     sums = tl.full((S.rows, S.outputs), 0.0, tl.float32)
+    PARTS: tl.constexpr = S.parts
     for start in range(0, S.num_columns, S.depth):
-        inputs = load_inputs(x, sources, live, start, S)
-        weights = load_weights(packed, levels, matrix, outputs, inside, start, S)
-        sums = tl.dot(inputs, tl.trans(weights), sums, input_precision="ieee")
+        scales = load_scales(packed, place, start, S)
+        for part in tl.static_range(PARTS):
+            begin = start + part * (S.depth // S.parts)
+            inputs = load_inputs(x, sources, live, begin, S)
+            sums = add_products(sums, inputs, packed, table, scales[part], place, begin, S)
     return finish(sums, packed, matrix, outputs, inside, S)
 
 
 @triton.jit
-def multiply_gated(x, sources, live, packed, levels, matrix, outputs, inside, S: tl.constexpr):
+def multiply_gated(x, sources, live, packed, table, matrix, outputs, inside, S: tl.constexpr):
     """As `multiply`, for two rows of the matrix per output, to whose products the gated activation is applied."""
     gates = outputs * 2 if S.gate.alternating else outputs
     ups = gates + 1 if S.gate.alternating else gates + S.num_rows // 2
+    gate_place, up_place = (matrix, gates, inside), (matrix, ups, inside)
     sums = tl.full((S.rows, S.outputs), 0.0, tl.float32)
     others = tl.full((S.rows, S.outputs), 0.0, tl.float32)
+    PARTS: tl.constexpr = S.parts
     for start in range(0, S.num_columns, S.depth):
-        inputs = load_inputs(x, sources, live, start, S)
-        weights = load_weights(packed, levels, matrix, gates, inside, start, S)
-        sums = tl.dot(inputs, tl.trans(weights), sums, input_precision="ieee")
-        weights = load_weights(packed, levels, matrix, ups, inside, start, S)
-        others = tl.dot(inputs, tl.trans(weights), others, input_precision="ieee")
+        of_gates = load_scales(packed, gate_place, start, S)
+        of_ups = load_scales(packed, up_place, start, S)
+        for part in tl.static_range(PARTS):
+            begin = start + part * (S.depth // S.parts)
+            inputs = load_inputs(x, sources, live, begin, S)
+            sums = add_products(sums, inputs, packed, table, of_gates[part], gate_place, begin, S)
+            others = add_products(others, inputs, packed, table, of_ups[part], up_place, begin, S)
     sums = finish(sums, packed, matrix, gates, inside, S)
     others = finish(others, packed, matrix, ups, inside, S)
     # Triton 3.6 does not accept an attribute that is a string as a constant.
     ACTIVATION: tl.constexpr = S.gate.activation
     return activate(sums, others, ACTIVATION)
+
+
+@triton.jit
+def add_products(sums, inputs, packed, table, scales, place, start, S: tl.constexpr):
+    """sums [S.rows, S.outputs] plus the products of the columns from `start` on that share a scale.
+
+    `place` is the matrix, the rows of it [S.outputs], and which of them exist.
+    """
+    if S.pairs:
+        first, second = load_pairs(packed, table, scales, place, start, S)
+        sums = tl.dot(inputs[0], tl.trans(first), sums, input_precision="ieee")
+        sums = tl.dot(inputs[1], tl.trans(second), sums, input_precision="ieee")
+    else:
+        weights = load_weights(packed, scales, place, start, S)
+        sums = tl.dot(inputs, tl.trans(weights), sums, input_precision="ieee")
+    return sums
 
 
 @triton.jit
@@ -138,88 +170,136 @@ def start_of(stack, matrix):
 
 @triton.jit
 def load_inputs(x, sources, live, start, S: tl.constexpr):
-    """Activations [S.rows, S.depth] in S.dtype, from column `start` on."""
-    columns = start + tl.arange(0, S.depth)
-    mask = live[:, None] & (columns < S.num_columns)[None, :]
-    return tl.load(x + sources[:, None] + columns[None, :], mask=mask, other=0).to(S.dtype)
+    """Activations [S.rows, S.depth] in S.dtype, from column `start` on.
+
+    Where two codes are a byte, those of even columns and those of odd ones, [S.rows, S.depth / 2] each: a product each
+    needs no codes in another order.
+    """
+    if not S.pairs:
+        columns = start + tl.arange(0, S.depth // S.parts)
+        mask = live[:, None] & (columns < S.num_columns)[None, :]
+        inputs = tl.load(x + sources[:, None] + columns[None, :], mask=mask, other=0).to(S.dtype)
+    elif x.dtype.element_ty.primitive_bitwidth == 16 and S.dtype != tl.float32:
+        words = x.to(tl.pointer_type(tl.int32), bitcast=True) + (sources // 2)[:, None]
+        both = tl.load(
+            words + (start // 2 + tl.arange(0, S.depth // S.parts // 2))[None, :], mask=live[:, None], other=0
+        )
+        inputs = (
+            both.to(tl.int16).to(S.dtype, bitcast=True),
+            (both >> 16).to(tl.int16).to(S.dtype, bitcast=True),
+        )
+    else:
+        even = x + sources[:, None] + (start + 2 * tl.arange(0, S.depth // S.parts // 2))[None, :]
+        inputs = (
+            tl.load(even, mask=live[:, None], other=0).to(S.dtype),
+            tl.load(even + 1, mask=live[:, None], other=0).to(S.dtype),
+        )
+    return inputs
 
 
 @triton.jit
-def load_weights(packed, levels, matrix, outputs, inside, start, S: tl.constexpr):
+def load_weights(packed, scales, place, start, S: tl.constexpr):
     """Weights [S.outputs, S.depth] in S.dtype; those of int8 with a scale per row unscaled: `finish` applies it."""
-    codes = start_of(packed.codes, matrix)
-    if S.group and S.codes != "int8":
-        WIDTH: tl.constexpr = S.num_columns // 2
-        columns = start // 2 + tl.arange(0, S.depth // 2)
-        offsets = outputs.to(tl.int64)[:, None] * WIDTH + columns[None, :]
-        pairs = tl.load(codes + offsets, mask=inside[:, None], other=0)
-        weights = tl.reshape(unpack(pairs, levels, S), (S.outputs, S.depth))
-    else:
-        columns = start + tl.arange(0, S.depth)
-        offsets = outputs.to(tl.int64)[:, None] * S.num_columns + columns[None, :]
-        mask = inside[:, None] & (columns < S.num_columns)[None, :]
-        weights = tl.load(codes + offsets, mask=mask, other=0)
+    matrix, outputs, inside = place
+    columns = start + tl.arange(0, S.depth // S.parts)
+    offsets = outputs.to(tl.int64)[:, None] * S.num_columns + columns[None, :]
+    mask = inside[:, None] & (columns < S.num_columns)[None, :]
+    weights = tl.load(start_of(packed.codes, matrix) + offsets, mask=mask, other=0)
+    if S.codes == "int8":
+        weights = decode_int8(weights, S)
     if S.group:
-        weights = scale(weights.to(tl.float32), packed, matrix, outputs, inside, start, S)
+        weights = multiply_add(weights, scales[0][:, None], tl.full((1, 1), -0.0, S.dtype), S)
     return weights.to(S.dtype)
 
 
 @triton.jit
-def unpack(pairs, levels, S: tl.constexpr):
-    """The values of the two codes of every byte, float32, on a new last axis; of integers the codes themselves."""
-    if S.codes == "nf4":
-        # The first of two weights is in the high bits.
-        values = tl.join(tl.load(levels + (pairs >> 4)), tl.load(levels + (pairs & 15)))
-    elif S.codes == "e2m1":
-        values = tl.join(widen_e2m1(pairs & 15), widen_e2m1(pairs >> 4))
-    else:
-        values = tl.join((pairs & 15).to(tl.float32), (pairs >> 4).to(tl.float32))
-    return values
+def load_pairs(packed, table, scales, place, start, S: tl.constexpr):
+    """Weights of even and of odd columns, [S.outputs, S.depth / 2] each, in S.dtype (formats.format.WeightFormat)."""
+    matrix, outputs, inside = place
+    WIDTH: tl.constexpr = S.num_columns // 2
+    columns = start // 2 + tl.arange(0, S.depth // S.parts // 2)
+    offsets = outputs.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+    pairs = tl.load(start_of(packed.codes, matrix) + offsets, mask=inside[:, None], other=0)
+    first, second = decode_pairs(pairs, table, S)
+    added = tl.full((1, 1), -0.0, S.dtype)
+    if S.codes == "int4":
+        origin = tl.full((1, 1), -136.0, S.dtype)
+        if packed.zeros is not None:
+            if S.block:
+                origin = tl.full((1, 1), -128.0, S.dtype)
+                added = scales[1][:, None]
+            elif packed.zeros.base.dtype.element_ty == tl.uint8:
+                origin = scales[1][:, None]
+            else:
+                added = scales[1][:, None]
+        one = tl.full((1, 1), 1.0, S.dtype)
+        first, second = multiply_add(first, one, origin, S), multiply_add(second, one, origin, S)
+    factor = scales[0][:, None]
+    return multiply_add(first, factor, added, S), multiply_add(second, factor, added, S)
 
 
 @triton.jit
-def scale(weights, packed, matrix, outputs, inside, start, S: tl.constexpr):
-    """Applies the scales and zeros of the group of column `start` (formats.format.WeightFormat) to float32 values."""
-    scales = load_groups(packed.scales, matrix, outputs, inside, start, S)
-    if S.codes != "int4":
-        weights *= scales[:, None]
-    elif packed.zeros is None:
-        weights = (weights - 8.0) * scales[:, None]
-    else:
-        zeros = load_groups(packed.zeros, matrix, outputs, inside, start, S)
-        if S.block:
-            factors = start_of(packed.factors, matrix)
-            factors += (outputs.to(tl.int64) * (S.num_columns // S.block) + start // S.block) * 2
-            scales *= tl.load(factors, mask=inside, other=0).to(tl.float32)
-            zeros *= tl.load(factors + 1, mask=inside, other=0).to(tl.float32)
-            weights = weights * scales[:, None] - zeros[:, None]
-        elif packed.zeros.base.dtype.element_ty == tl.uint8:
-            weights = (weights - zeros[:, None]) * scales[:, None]
-        else:
-            weights = (weights - 8.0) * scales[:, None] + zeros[:, None]
-    return weights
+def load_scales(packed, place, start, S: tl.constexpr):
+    """The scales and zeros of S.parts groups from column `start` on: for each [S.outputs] in S.dtype.
 
-
-@triton.jit
-def widen_e2m1(codes):
-    """The values of uint8 codes seem in float32, exactly.
-
-    As the upper bits of a float16 they are 2^14 times smaller, subnormal numbers included.
+    Zero points are less 128, since codes are more by that; without zeros, the second are the scales again.
     """
-    wide = codes.to(tl.int16)
-    return (((wide & 8) << 12) | ((wide & 7) << 9)).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+    matrix, outputs, inside = place
+    scales = ((start,),)
+    if S.group:
+        factors = load_groups(packed.scales, place, start, S)
+        zeros = factors
+        if S.codes == "int4" and packed.zeros is not None:
+            zeros = load_groups(packed.zeros, place, start, S)
+            if S.block:
+                common = start_of(packed.factors, matrix)
+                common += (outputs.to(tl.int64) * (S.num_columns // S.block) + start // S.block) * 2
+                factors *= tl.load(common, mask=inside, other=0).to(tl.float32)[:, None]
+                zeros *= -tl.load(common + 1, mask=inside, other=0).to(tl.float32)[:, None]
+            elif packed.zeros.base.dtype.element_ty == tl.uint8:
+                zeros = -128.0 - zeros
+        scales = parts_of(factors.to(S.dtype), zeros.to(S.dtype), S)
+    return scales
 
 
 @triton.jit
-def load_groups(plane, matrix, outputs, inside, start, S: tl.constexpr):
-    """The numbers of a plane [N, K/group] for the group of column `start`, float32 [S.outputs]."""
-    groups = outputs.to(tl.int64) * (S.num_columns // S.group) + start // S.group
-    numbers = tl.load(start_of(plane, matrix) + groups, mask=inside, other=0)
+def parts_of(scales, zeros, S: tl.constexpr):
+    """Columns of both, [S.outputs, S.parts] each, in pairs."""
+    if S.parts == 4:
+        scales, zeros = tl.reshape(scales, (S.outputs, 2, 2)), tl.reshape(zeros, (S.outputs, 2, 2))
+        even, odd = tl.split(scales)
+        even_zeros, odd_zeros = tl.split(zeros)
+        scale0, scale2 = tl.split(even)
+        scale1, scale3 = tl.split(odd)
+        zero0, zero2 = tl.split(even_zeros)
+        zero1, zero3 = tl.split(odd_zeros)
+        found = ((scale0, zero0), (scale1, zero1), (scale2, zero2), (scale3, zero3))
+    elif S.parts == 2:
+        scale0, scale1 = tl.split(scales)
+        zero0, zero1 = tl.split(zeros)
+        found = ((scale0, zero0), (scale1, zero1))
+    else:
+        found = ((tl.reshape(scales, (S.outputs,)), tl.reshape(zeros, (S.outputs,))),)
+    return found
+
+
+@triton.jit
+def load_groups(plane, place, start, S: tl.constexpr):
+    """The numbers of a plane [N, K/group] for the groups from column `start` on: [S.outputs, S.parts], float32;
+    of e2m1 in S.dtype."""
+    matrix, outputs, inside = place
+    groups = outputs.to(tl.int64)[:, None] * (S.num_columns // S.group) + (start // S.group + tl.arange(0, S.parts))
+    numbers = tl.load(start_of(plane, matrix) + groups, mask=inside[:, None], other=0)
     if S.codes == "e2m1":
-        # e8m0: the exponent of a float32; 2^-127 is subnormal.
-        exponents = numbers.to(tl.int32)
-        numbers = tl.where(exponents == 0, 1 << 22, exponents << 23).to(tl.float32, bitcast=True)
-    return numbers.to(tl.float32)
+        # e8m0: the exponent of a bfloat16, or of a float32; 2^-127 is subnormal.
+        if S.dtype == tl.bfloat16:
+            numbers = tl.maximum(numbers.to(tl.int16) << 7, 1 << 6).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        else:
+            exponents = numbers.to(tl.int32)
+            numbers = tl.where(exponents == 0, 1 << 22, exponents << 23).to(tl.float32, bitcast=True)
+    else:
+        numbers = numbers.to(tl.float32)
+    return numbers
 
 
 @triton.jit
@@ -237,22 +317,26 @@ def finish(sums, packed, matrix, outputs, inside, S: tl.constexpr):
 class RowTiles(NamedTuple):
     """Which rows of the output belong to which matrix.
 
-    `tiles` is int32 [n, 3] of (matrix, first row, last row + 1), each of at most `height` rows.
+    `tiles` is int32 [n, 3] of (matrix, first row, last row + 1), each of at most `height` rows; None: all rows belong to
+    one matrix.
     """
 
-    tiles: torch.Tensor
+    tiles: torch.Tensor | None
     height: int
 
 
 class GroupedProduct:
-    """Launches the kernel on one device, where it keeps the table of nf4's levels.
+    """Launches the kernel on one device, where it keeps the tables that codes are looked up in.
 
     `deterministic` makes the bits of a row depend on that row alone.
     """
 
     def __init__(self, device: torch.device | str, deterministic: bool = False) -> None:
-        self.levels = torch.tensor(LEVELS, device=device)
         self.deterministic = deterministic
+        self.device = torch.device(device)
+        self._capability = capability_of()
+        self._zero: torch.Tensor | None = None
+        self._tables: dict[tuple[str, torch.dtype], torch.Tensor | None] = {}
 
     def rows(self, spans: Sequence[slice], x: torch.Tensor) -> RowTiles:
         """The rows for launches in which matrix i computes the rows spans[i] of the output from activations like x."""
@@ -269,9 +353,8 @@ class GroupedProduct:
         return RowTiles(fields, height), packed
 
     def _tiles(self, spans: Sequence[slice], x: torch.Tensor) -> tuple[Tiles, int]:
-        """Tiles, and their height, which does not depend on the rows if results must not."""
-        mean = 1 if self.deterministic else sum(span.stop - span.start for span in spans) / len(spans)
-        height = tile_rows(mean, wide=x.dtype == torch.float32)
+        """Tiles, and their height."""
+        height = self.height(sum(span.stop - span.start for span in spans) / len(spans), x.dtype)
         tiles = [
             (matrix, first, min(first + height, span.stop))
             for matrix, span in enumerate(spans)
@@ -279,14 +362,17 @@ class GroupedProduct:
         ]
         return tiles, height
 
-    def takes(self, matrices: Sequence[PackedTensor]) -> bool:
-        """Whether the kernel supports them: matrices of one layout, row after row, with N a multiple of 8.
+    def height(self, mean_rows: float, dtype: torch.dtype) -> int:
+        """The rows of a tile where matrices have so many each; the same for all where bits must not depend on them."""
+        return tile_rows(1 if self.deterministic else mean_rows, wide=dtype == torch.float32)
+
+    def takes(self, *layouts: Layout) -> bool:
+        """Whether the kernel supports such matrices: of one layout, row after row, with N a multiple of 8.
 
         The last is needed because adjacent biases must begin at multiples of STEP_NBYTES.
         """
-        layout = matrices[0].layout
-        known = layout.order == ROWS and layout.shape[0] % 8 == 0
-        return known and all(matrix.layout == layout for matrix in matrices)
+        known = layouts[0].order == ROWS and layouts[0].shape[0] % 8 == 0
+        return known and all(layout == layouts[0] for layout in layouts)
 
     def launch(
         self,
@@ -306,9 +392,35 @@ class GroupedProduct:
         """
         layout, side = matrices[0].layout, ProductOperands(matrices, biases)
         packed = packed or side.packed(Stack.all_of(side.runs)[0])
-        cut = tiles_for(rows.height, layout, wide=x.dtype == torch.float32)
+        cut = tiles_for(rows.height, layout, x.dtype == torch.float32, self._capability)
         grouping = layout.codes, layout.group if layout.grouped else 0, layout.block
         sizes = Sizes(*grouping, *layout.shape, gate, cut.rows, cut.outputs, cut.depth, dot_type(x.dtype))
-        grid = (len(rows.tiles), triton.cdiv(out.shape[1], cut.outputs))
-        arguments = (x.contiguous(), token_ids, out, packed, self.levels, rows.tiles, sizes)
+        num_rows = out.shape[0]
+        tiles = triton.cdiv(num_rows, rows.height) if rows.tiles is None else len(rows.tiles)
+        grid = (tiles, triton.cdiv(out.shape[1], cut.outputs))
+        table = self._table(layout.codes, x.dtype)
+        arguments = (x.contiguous(), token_ids, out, packed, table, rows.tiles, num_rows, sizes)
         return Launch(grouped_product, grid, arguments, cut.warps, cut.stages)
+
+    def multiply(self, x: torch.Tensor, matrix: PackedTensor, out: torch.Tensor) -> Launch:
+        """out [T, N] = x [T, K] times one matrix [N, K] transposed; needs nothing from the host."""
+        return self._alone(x, matrix, out, tile_rows(len(x), wide=x.dtype == torch.float32))
+
+    def warm_up_launches(self, layout: Layout, dtype: torch.dtype) -> Iterator[Launch]:
+        """Launches that compile what `multiply` needs for such a matrix and any number of rows, and compute nothing."""
+        planes = tuple(torch.empty(16, dtype=torch_dtype(each.dtype), device=self.device) for each in layout.planes)
+        x, out = (torch.empty(1, size, dtype=dtype, device=self.device) for size in reversed(layout.shape))
+        for height in TILE_ROWS:
+            launch = self._alone(x, PackedTensor(layout, planes), out, height)
+            yield launch._replace(arguments=(*launch.arguments[:-2], 0, launch.arguments[-1]))
+
+    def _alone(self, x: torch.Tensor, matrix: PackedTensor, out: torch.Tensor, height: int) -> Launch:
+        if self._zero is None:
+            self._zero = torch.zeros(1, dtype=torch.int64, device=self.device)
+        packed = Packed(*(Stack(plane, self._zero) for plane in matrix.planes))
+        return self.launch(x, out, [matrix], [None], RowTiles(None, height), packed=packed)
+
+    def _table(self, codes: str, dtype: torch.dtype) -> torch.Tensor | None:
+        if (codes, dtype) not in self._tables:
+            self._tables[codes, dtype] = decode.table(codes, dtype, self.device)
+        return self._tables[codes, dtype]

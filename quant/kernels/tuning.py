@@ -1,14 +1,16 @@
 """Tile sizes of the grouped product by format and number of rows; they are constants, so a job does not autotune.
 
-They were chosen because they compile without register spills (docs/dev/kernels.md), not by timing: only an
-H100 has timed them so far; `python -m bench.kernels` does. Triton-free.
+They were chosen by what they compile to, for GPUs of every kind (docs/dev/kernels.md), and by their times on an H200,
+the only one that has timed them; `python -m bench.kernels` times them on others. Triton-free.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import NamedTuple
 
-from ..formats.format import QUANT_FORMATS, ROWS, Layout, get_format
+from ..formats.format import QUANT_FORMATS, Layout
+from .gpu import INTERPRETER, interpreted
 
 
 class Tiles(NamedTuple):
@@ -22,26 +24,44 @@ class Tiles(NamedTuple):
 
 
 TILE_ROWS = (16, 32, 64)
-# Tiles by kind of weights (those of nf4 are for all that have scales per group) and by rows: few rows are memory-bound,
-# many are compute-bound. With more stages, an SM would have shared memory for only a few warps. The columns of a step
-# share one scale: 64 at most with groups. With several stages, each of nf4's weights, looked up in the table of levels,
-# would pass through shared memory separately.
+# Tiles by type of codes and by rows: few rows are memory-bound, many are compute-bound. With more stages, an SM of 100
+# KiB of shared memory (8.6, 8.9, 12.0) would have room for only a few warps. Warps beyond four divide the outputs: each
+# unpacks codes that no other does.
 _TILES = {
     "none": {16: Tiles(16, 64, 64, 4, 2), 32: Tiles(32, 64, 64, 8, 2), 64: Tiles(64, 64, 64, 8, 2)},
-    "int8": {16: Tiles(16, 64, 64, 4, 3), 32: Tiles(32, 64, 64, 4, 3), 64: Tiles(64, 64, 64, 8, 2)},
-    "nf4": {16: Tiles(16, 64, 64, 8, 1), 32: Tiles(32, 64, 64, 8, 1), 64: Tiles(64, 32, 64, 4, 1)},
+    "int8": {16: Tiles(16, 64, 128, 4, 2), 32: Tiles(32, 64, 64, 4, 2), 64: Tiles(64, 128, 64, 8, 2)},
+    "int4": {16: Tiles(16, 128, 128, 4, 2), 32: Tiles(32, 64, 64, 4, 2), 64: Tiles(64, 128, 64, 8, 2)},
+    "e2m1": {16: Tiles(16, 128, 128, 4, 2), 32: Tiles(32, 64, 64, 4, 2), 64: Tiles(64, 128, 64, 8, 2)},
+    "nf4": {16: Tiles(16, 64, 128, 4, 3), 32: Tiles(32, 64, 64, 4, 2), 64: Tiles(64, 128, 64, 8, 2)},
 }
+# Hopper has twice the shared memory, and tensor cores that read codes which four warps have unpacked together.
+_HOPPER = (9, 0)
+_HOPPER_TILES = {
+    codes: {**tiles, 16: tiles[16]._replace(stages=3) if codes == "int8" else tiles[16], 64: Tiles(64, 128, 64, 4, 3)}
+    for codes, tiles in _TILES.items()
+    if codes != "none"
+} | {"none": _TILES["none"]}
 # Tensor cores would lose bits of float32: products are multiply-adds, whose sums fit into registers with small tiles.
 _WIDE = Tiles(16, 32, 64, 4, 1)
 # Below sm80 tl.dot is a loop of multiply-adds: on such GPUs, whole matrices are dequantized instead.
 DOT_CAPABILITY = (8, 0)
-# The formats of `--quant` that the kernel supports: it reads codes row after row.
-FORMATS = tuple(name for name, each in QUANT_FORMATS.items() if each.order == ROWS)
+# Beyond so many rows a device dequantizes a single matrix first: torch's product then gains more than that takes, from
+# 300 rows on (H200: 1.1 ps a weight, 3.6 fs a row) to 850 (RTX 4060, by its data sheet).
+GROUPED_ROWS = 512
+# The formats of `--quant` that the kernel supports, which are all.
+FORMATS = tuple(QUANT_FORMATS)
 
 
 def supports(capability: tuple[int, int]) -> bool:
     """Whether the kernel is used on GPUs of this compute capability."""
     return capability >= DOT_CAPABILITY
+
+
+def capability_of() -> tuple[int, int]:
+    """The compute capability of the GPU that Triton compiles for."""
+    if interpreted():
+        return INTERPRETER.capability
+    return divmod(import_module("triton.runtime.driver").driver.active.get_current_target().arch, 10)
 
 
 def tile_rows(mean_rows: float, wide: bool) -> int:
@@ -51,16 +71,16 @@ def tile_rows(mean_rows: float, wide: bool) -> int:
     return next((rows for rows in TILE_ROWS if mean_rows <= rows), TILE_ROWS[-1])
 
 
-def reads(format_name: str) -> bool:
-    """Whether the kernel supports matrices in a format as it is stored."""
-    return get_format(format_name).order == ROWS
-
-
-def tiles_for(rows: int, layout: Layout, wide: bool) -> Tiles:
+def tiles_for(rows: int, layout: Layout, wide: bool, capability: tuple[int, int]) -> Tiles:
     """The tile sizes for tiles of `rows`, one of TILE_ROWS, and matrices of a layout."""
-    kind = "nf4" if layout.grouped else layout.codes
-    tiles = _WIDE if wide else _TILES[kind][rows]
-    if not layout.grouped or layout.group >= tiles.depth:
+    if wide:
+        tiles = _WIDE
+    else:
+        tiles = (_HOPPER_TILES if capability == _HOPPER else _TILES)[layout.codes][rows]
+    if not layout.grouped:
         return tiles
-    # As many warps fewer, so that each thread still loads 8 bytes of codes at once.
-    return tiles._replace(depth=layout.group, warps=tiles.warps * layout.group // tiles.depth)
+    # Steps of columns with scales of their own are whole, down to the smallest group.
+    columns, depth = layout.shape[1], tiles.depth
+    while columns % depth:
+        depth //= 2
+    return tiles._replace(depth=depth)

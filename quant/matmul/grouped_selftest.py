@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ..formats.format import FormatError, get_format
+from ..formats.format import ROWS, FormatError, get_format
 from ..kernels.operands import ACTIVATIONS, Gate
 from ..kernels.product import GroupedProduct
 from ..kernels.tuning import FORMATS
@@ -61,7 +61,7 @@ def product_error(case: ProductCase, torch_device: torch.device, dtype: torch.dt
     """The largest relative L2 distance of a row from the definition; NaN if a row is not written, 0 where the format
     cannot hold the matrix."""
     try:
-        layout = trimmed(get_format(case.format).layout((case.rows, case.columns), dtype_name(dtype)))
+        layout = trimmed(get_format(case.format).in_order(ROWS).layout((case.rows, case.columns), dtype_name(dtype)))
     except FormatError:
         return 0.0
     generator = torch.Generator().manual_seed(0)

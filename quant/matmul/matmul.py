@@ -15,6 +15,7 @@ from torch import Tensor
 from ..formats import bitsandbytes_kernels, int4, int8, nf4
 from ..formats.format import (
     ALIGNMENT,
+    CODE_BITS,
     INT4PACK,
     INTEGER_CODES,
     NF4PACK,
@@ -27,6 +28,7 @@ from ..formats.format import (
     end_of,
     get_format,
 )
+from ..kernels.tuning import GROUPED_ROWS
 from ..native import library
 from ..scratch import TILE, is_direct, row_nbytes, scratch_nbytes, scratch_planes, strip_rows
 from ..tensor import PackedTensor, dtype_name, pack, unpack_unscaled, view
@@ -391,10 +393,21 @@ class ParallelMatmul(Matmul):
         self._pool.call_on_all(call)
 
     def linear(self, x: Tensor, packed: PackedTensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        if 0 < x.shape[0] <= GROUPED_ROWS and self.by_grouped(packed.layout, x.dtype):
+            assert self.grouped is not None
+            y = x.new_empty(x.shape[0], packed.shape[0]) if out is None else out
+            self.grouped.multiply(x, packed, y).run()
+            return y if bias is None else y.add_(bias)
         if _is_small(x, packed):
             return super().linear(x, packed, bias, out)
         with torch_threads(self._num_threads):
             return super().linear(x, packed, bias, out)
+
+    def by_grouped(self, layout: Layout, dtype: torch.dtype) -> bool:
+        """Whether a kernel of the device reads the codes of a single matrix, for up to GROUPED_ROWS rows."""
+        if self.grouped is None or self.deterministic or dtype == torch.float32:
+            return False
+        return CODE_BITS[layout.codes] > 0 and self.grouped.takes(layout)
 
     def _multiply_strips(self, x: Tensor, packed: PackedTensor, y: Tensor) -> None:
         """Distributes the strips of deterministic products, since threads must not share a single operation."""
@@ -419,7 +432,9 @@ def kernel_order(format_name: str, dtype: torch.dtype, device_type: str) -> str:
     A store in another order serves as well: its matrices are dequantized for products.
     """
     found = get_format(format_name)
-    if dtype != torch.bfloat16 or device_type != "cpu":
+    if device_type != "cpu":
+        return ROWS
+    if dtype != torch.bfloat16:
         return found.order
     if TILES in found.orders and tiled.has_kernel():
         return TILES

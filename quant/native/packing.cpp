@@ -414,7 +414,9 @@ bool pack(const Rows& some) {
     switch (some.format) {
         case moedge_weight_format::NF4: return tiles ? pack_blocks<Nf4, Tiles>(some) : pack_rows<Nf4>(some);
         case moedge_weight_format::MXFP4: return tiles ? pack_blocks<Mxfp4, Tiles>(some) : pack_rows<Mxfp4>(some);
-        case moedge_weight_format::INT4: return tiles ? pack_blocks<Int4, Tiles>(some) : pack_blocks<Int4, Int4Pack>(some);
+        case moedge_weight_format::INT4:
+            if (some.order == moedge_order::ROWS) return pack_rows<Int4>(some);
+            return tiles ? pack_blocks<Int4, Tiles>(some) : pack_blocks<Int4, Int4Pack>(some);
         case moedge_weight_format::INT8: return pack_int8(some);
     }
     return false;

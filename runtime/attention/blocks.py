@@ -15,12 +15,13 @@ from ..engine.sequence import Batch, TokenChunk
 from ..kv.cache import KVCache, LayerIndex
 from ..settings.errors import UnsupportedModel
 from .choice import SCORED_NUMEL
+from .indexed import IndexedAttention
 from .latent import TokenChooser
 from .protocol import AttentionCall, BlockQuery
 from .torch_backend import TorchAttention, attend_rows
 
 
-class BlockChooser(TokenChooser):
+class HeadBlockChooser(TokenChooser):
     """Stores the keys of indexers, and chooses blocks by them."""
 
     def blocks(self, index: BlockQuery, chunk: TokenChunk, rows: range, length: int) -> torch.Tensor:
@@ -53,8 +54,9 @@ def _block_scores(q: torch.Tensor, keys: torch.Tensor, rows: range, block: int) 
         yield found.view(heads, num_rows, -1, block).amax(-1)
 
 
-class BlockAttention(TorchAttention):
-    """TorchAttention for models some of whose layers choose blocks. What leaves out nothing is computed as ever."""
+class BlockAttention(IndexedAttention):
+    """TorchAttention for models whose layers choose, for all heads or for each. What leaves out nothing is computed as
+    ever."""
 
     def __init__(
         self,
@@ -65,14 +67,16 @@ class BlockAttention(TorchAttention):
         native: bool = False,
     ) -> None:
         super().__init__(cache, dtype, tiled, device, native=native and not tiled)
-        self.chooser = BlockChooser(cache, self._slots, device)
+        self.head_chooser = HeadBlockChooser(cache, self._slots, device)
 
     def attend(
         self, call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
     ) -> torch.Tensor:
+        if call.index is not None:
+            return super().attend(call, q, k, v, batch)
         if call.blocks is not None:
-            self.chooser.store(call.blocks, batch)
-        return super().attend(call, q, k, v, batch)
+            self.head_chooser.store(call.blocks, batch)
+        return TorchAttention.attend(self, call, q, k, v, batch)
 
     def _attend_tile(
         self,
@@ -83,10 +87,10 @@ class BlockAttention(TorchAttention):
         mask: torch.Tensor | None,
         shift: torch.Tensor | None,
     ) -> torch.Tensor:
-        if not call.leaves_out(rows.stop):
+        if call.blocks is None or not call.leaves_out(rows.stop):
             return super()._attend_tile(call, chunk, rows, qkv, mask, shift)
         length = qkv[1].shape[1]
-        chosen = self.chooser.blocks(_query(call), chunk, rows, length)
+        chosen = self.head_chooser.blocks(_query(call), chunk, rows, length)
         seen = chosen.repeat_interleave(_query(call).block, -1)[..., :length]
         return _by_head(call, qkv, seen, mask)
 
@@ -95,11 +99,11 @@ class BlockAttention(TorchAttention):
     ) -> None:
         """As ever; but of keys of a single row those are read that one of its heads has chosen."""
         end, block = chunk.past + chunk.count, self.cache.block
-        if self.tiled or chunk.count > 1 or not call.leaves_out(end):
+        if call.blocks is None or self.tiled or chunk.count > 1 or not call.leaves_out(end):
             super().attend_past(call, layer_index, chunk, q, out)
             return
         index, pool = _query(call), self.cache.pools[layer_index.group]
-        chosen = self.chooser.blocks(index, chunk, range(chunk.past, end), end)[:, 0]
+        chosen = self.head_chooser.blocks(index, chunk, range(chunk.past, end), end)[:, 0]
         some = chosen.any(0).nonzero()
         positions = some * index.block + torch.arange(index.block, device=some.device)
         there = positions.flatten() < end

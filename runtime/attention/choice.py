@@ -13,17 +13,20 @@ class AttentionNeeds:
     """What a run needs from attention. `gpu` describes the device; it is None on a CPU.
 
     `interpreted`: Triton's kernels run on the CPU, in Triton's interpreter; `auto` never chooses that. `latent`: layers
-    cache latents. `native_lack` says why the library of CPU kernels (quant/native) cannot be used, "" if it can.
+    cache latents. `indexed`: an indexer chooses the tokens that are attended to. `native_lack` says why the library of
+    CPU kernels (quant/native) cannot be used, "" if it can.
     """
 
     head_dims: frozenset[int]
     gpu: Gpu | None = None
     interpreted: bool = False
     latent: bool = False
+    indexed: bool = False
     native_lack: str = "nobody looked for the library of CPU kernels"
 
 
-NO_LATENTS = "Triton's kernels do not compute latent attention, nor attention to what an indexer chooses"
+NO_LATENTS = "Triton's kernels do not compute latent attention"
+NO_INDEX = "Triton's kernels do not attend to tokens that an indexer chooses"
 # The largest head dimension that Triton's kernels support.
 LARGEST_HEAD = 256
 
@@ -41,6 +44,8 @@ class AttentionKind:
         """A sentence on the first need that the backend cannot meet; "" where it meets all."""
         if self.triton and needs.latent:
             return NO_LATENTS
+        if self.triton and needs.indexed:
+            return NO_INDEX
         if self.triton and needs.gpu is None and not needs.interpreted:
             return "it runs on NVIDIA GPUs, and this run computes on the CPU"
         if self.triton and needs.gpu is not None and needs.gpu.lacks.attention:
@@ -79,7 +84,7 @@ def stores_by_kernel(wanted: str, taken: str, needs: AttentionNeeds) -> bool:
 
     The kernel serves both backends. `attention` "torch" uses nothing of Triton's.
     """
-    if needs.latent or wanted == "torch" or max(needs.head_dims) > LARGEST_HEAD:
+    if needs.latent or needs.indexed or wanted == "torch" or max(needs.head_dims) > LARGEST_HEAD:
         return False
     return taken == "triton" if needs.gpu is None else not needs.gpu.lacks.cache
 

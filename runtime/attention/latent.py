@@ -94,7 +94,7 @@ class TokenChooser:
     def _scores(self, index: IndexQuery, chunk: TokenChunk, rows: range, length: int) -> torch.Tensor:
         """The scores float32 [len(rows), length], -inf behind each row."""
         q, keys, (mine, around) = self._operands(index, chunk, rows, length)
-        scores = _weighted(q, F.pad(index.weights[mine], (0, 0, *around)), keys)
+        scores = weighted(q, F.pad(index.weights[mine], (0, 0, *around)), keys)
         positions = torch.arange(length, device=scores.device)
         behind = positions > torch.arange(rows.start, rows.stop, device=scores.device).unsqueeze(1)
         return scores.masked_fill_(behind, float("-inf"))
@@ -115,7 +115,7 @@ class TokenChooser:
         return q, self._reader.read(location, blocks, 0, length, min(last, length))[0][0], (mine, around)
 
 
-def _weighted(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def weighted(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """q [n, H, D], weights [n, H], keys [L, D] -> [n, L]: weighted sums of positive products, some keys at a time."""
     num_rows, heads, dim = q.shape
     products = q.reshape(-1, dim)

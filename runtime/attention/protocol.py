@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import NamedTuple, Protocol, Self
@@ -50,12 +50,25 @@ class LatentWeights:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class TokenBlocks:
+    """Blocks of `size` tokens that an indexer chooses `most` of; tokens behind the last whole block are always chosen.
+
+    `keys` makes keys [n, D] of the first n blocks of a sequence from those of their tokens [n * size, D].
+    """
+
+    size: int
+    most: int
+    keys: Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class IndexQuery:
     """What the indexer of `layer` made of a pass: q [T, H, D], k [T, 1, D] and weights float32 [T, H]; rows behind the
     batch's tokens are padding.
 
-    Each token attends to `count` tokens. `chosen` are those of rows that were asked for, by the row where their chunk
-    begins and the first position: layers behind that have no indexer of their own attend to them, too.
+    It may choose whole `blocks` of tokens. Each token attends to `count` tokens. `chosen` are those of rows that were
+    asked for, by the row where their chunk begins and the first position: layers behind that have no indexer of their
+    own attend to them, too.
     """
 
     layer: int
@@ -63,6 +76,7 @@ class IndexQuery:
     k: torch.Tensor
     weights: torch.Tensor
     count: int
+    blocks: TokenBlocks | None = None
     chosen: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
 

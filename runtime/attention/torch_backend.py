@@ -313,8 +313,7 @@ class TorchAttention:
         qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         out: torch.Tensor,
     ) -> None:
-        """Fills the rows of `out` that are chunks of more than one token, or of one that leaves tokens out; where
-        `tiled`, all rows."""
+        """Fills the rows of `out` of chunks that do not decode; where `tiled`, all rows."""
         (q, k, v), pool = qkv, self.cache.pools[layer_index.group]
         for chunk in batch.chunks:
             rows = slice(chunk.begin, chunk.end)
@@ -340,9 +339,15 @@ class TorchAttention:
             shift = None if layer.shift is None else F.pad(layer.shift[rows], (0, 0, before, after))
             low, high = key_range(call, begin, end, self.tiled)
             keys, values = self._reader.read(layer_index, blocks, low, high, last)
-            mask = visibility(call, range(begin, end), range(low, high), keys)
+            mask = self.mask(call, chunk, range(begin, end), range(low, high), keys)
             result = self._attend_tile(call, chunk, range(begin, end), (tile, keys, values), mask, shift)
             out[rows] = result[before : before + last - first]
+
+    def mask(
+        self, call: AttentionCall, chunk: TokenChunk, rows: range, positions: range, keys: torch.Tensor
+    ) -> torch.Tensor | None:
+        """The mask [rows, positions] that is added to scores over `keys` [H, L, D]; None where it is zeros."""
+        return visibility(call, rows, positions, keys)
 
     def _attend_tile(
         self,

@@ -319,7 +319,7 @@ def _trace(model: OpenModel, prompts: list[list[int]], settings: Settings, budge
     finally:
         ANY_KERNEL.reset(before)
     sequences = [sequence.Sequence(each, SequenceSampling(MAX_TOKENS, ignore_eos=True)) for each in prompts]
-    hidden = torch.zeros(len(shape.layers), len(prompts), most - 1, shape.hidden)
+    hidden = torch.zeros(len(shape.layers), len(prompts), most - 1, shape.streams * shape.hidden)
     logits = torch.zeros(len(prompts), MAX_TOKENS, shape.vocab)
     engine, runner = loaded.engine.engine, loaded.engine.model
     # All layers in one call have no parts. Loading compared it with layers one by one, bit for bit.

@@ -41,6 +41,7 @@ from ..shape.model_shape import ModelShape
 from ..shape.read import SHARED
 from ..shape.shards import ITEM_NBYTES, ModelShards, ShardMatrix, checkpoint_nbytes, resident_nbytes
 from ..source.model_source import ModelSource
+from ..source.stored_model import read_tables, row_readers
 from ..weights.preparation import WINDOW_COPIES, widening_nbytes
 
 
@@ -326,6 +327,7 @@ def _by_layers(
         loader = CheckpointLoader(model, checkpoint, torch.float32, read_tensors(config, checkpoint))
         loader.check()
         loader.load_rest()
+        read_tables(model, checkpoint)
         sizes = [layer.streamed_numel * _ITEM for layer in shape.layers]
         with stage("computing with transformers, a layer at a time", sum(sizes)) as advance:
             for index, layer in enumerate(layers):
@@ -333,7 +335,11 @@ def _by_layers(
                 read = partial(_load_layer, loader, index, mixture, count, formats)
                 layer.register_forward_pre_hook(lambda module, _, read=read: read(module))
                 layer.register_forward_hook(partial(_free, advance, sizes[index]))
-            return _run(model, token_ids, rows, local, formats)
+            try:
+                return _run(model, token_ids, rows, local, formats)
+            finally:
+                for reader in row_readers(model):
+                    reader.close()
 
 
 def experts_at_once(shape: ModelShape, budget: int) -> int:

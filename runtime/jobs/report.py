@@ -14,6 +14,7 @@ from ..plan.memory_ledger import MemoryLedger
 from ..plan.placement import Plan
 from ..plan.planner import PlanResult
 from ..shape.shards import ITEM_NBYTES
+from ..source.stored_model import row_readers
 from .journal.state import Counts
 from .summary import (
     KV,
@@ -43,9 +44,12 @@ def moved(loaded: LoadedEngine) -> Moved:
     streamed, tokens = loaded.streamed, loaded.engine.metrics.generated_tokens
     disk = streamed.nbytes_from_disk
     device = streamed.nbytes_to_device if loaded.device else None
-    if not tokens:
-        return Moved(disk, device)
-    return Moved(disk, device, disk / tokens, None if device is None else device / tokens)
+    found = Moved(disk, device)
+    if row_readers(loaded.model.model):
+        found.rows_looked_up, found.rows_read = loaded.rows.looked_up, loaded.rows.nbytes
+    if tokens:
+        found.disk_per_token, found.device_per_token = disk / tokens, None if device is None else device / tokens
+    return found
 
 
 def stalls(loaded: LoadedEngine) -> Stalls:

@@ -114,13 +114,16 @@ class Passes:
 class Moved:
     """Bytes that crossed each link while generating; per token that was generated, prompts' share included.
 
-    `written` went to disk as prepared weights before the first pass.
+    `written` went to disk as prepared weights before the first pass. Of embeddings and tables on the disk, rows of
+    `rows_looked_up` bytes were wanted, and blocks of `rows_read` bytes were read for them, beside `disk_to_host`.
     """
 
     disk_to_host: Count | None = None
     host_to_device: Count | None = None
     disk_per_token: Amount | None = None
     device_per_token: Amount | None = None
+    rows_looked_up: Count | None = None
+    rows_read: Count | None = None
     written: Count | None = None
 
 

@@ -22,6 +22,7 @@ from ...offload.errors import is_out_of_memory
 from ...offload.machine.hardware import num_workers
 from ...offload.memory import KEPT_NBYTES, keep_memory, return_memory
 from ...offload.store.store import Store
+from ...offload.stream.rows import RowCounts
 from ...quant.kernels.gpu import INTERPRETER, Gpu
 from ...quant.kernels.tuning import TILE_ROWS
 from ...quant.kernels.upload import open_ring
@@ -66,9 +67,9 @@ from ..settings.stages import stage
 from ..shape.checkpoint_shape import open_checkpoint, read_tensors
 from ..shape.config import ModelConfig
 from ..shape.model_shape import ModelShape
-from ..shape.shards import ModelShards, helper_nbytes, model_shards, workspace_nbytes
+from ..shape.shards import ModelShards, ShardLayout, helper_nbytes, model_shards, workspace_nbytes
 from ..source.model_source import ModelSource
-from ..source.stored_model import read_resident
+from ..source.stored_model import read_resident, read_tables, row_readers
 from ..text.tokenizer import Tokenizer
 from ..weights.key_offsets import KeyOffsets, fixed_token_ids, kept, measure
 from ..weights.memory import WeightMemory
@@ -77,15 +78,24 @@ from ..weights.streaming import StreamedWeights, fill_from_store
 
 
 @torch.inference_mode()
-def warm_up_experts(
-    layers: Sequence[LayerAssembly], compute: ParallelMatmul, dtype: torch.dtype, device: Device
+def warm_up_products(
+    layers: Sequence[LayerAssembly],
+    head: ShardLayout | None,
+    compute: ParallelMatmul,
+    dtype: torch.dtype,
+    device: Device,
 ) -> None:
-    """Launches both expert kernels with every tile size, once for each kind of layer.
+    """Launches the kernels of products with every tile size, once for each kind of matrix and of layer.
 
-    Their weights are zeros in memory that is free now. If it is too little, the first passes compile the kernels.
+    Experts' weights are zeros in memory that is free now. If it is too little, the first passes compile the kernels.
     """
     if compute.grouped is None:
         return
+    dense = [layer.shards.dense for layer in layers] + ([head] if head else [])
+    for layout in dict.fromkeys(matrix.layout for shard in dense for matrix in shard.matrices):
+        if compute.by_grouped(layout, dtype):
+            for launch in compute.grouped.warm_up_launches(layout, dtype):
+                launch.run()
     warmed = set()
     for layer in layers:
         shard = layer.shards.expert
@@ -128,7 +138,7 @@ def make_compute(shape: ModelShape, plan: Plan, torch_device: torch.device) -> P
     # fill faster.
     helpers = num_workers() - 1 if torch_device.type == "cpu" else 0
     grouped = None
-    if plan.grouped_experts:
+    if plan.grouped_products:
         from ...quant.kernels.product import GroupedProduct
 
         grouped = GroupedProduct(torch_device, plan.deterministic)
@@ -191,10 +201,19 @@ class LoadedEngine:
         """Resets the counters of passes and of streamed bytes, so that they count what comes now."""
         self.engine.start_counting()
         self.streamed.start_counting()
+        for reader in row_readers(self.model.model):
+            reader.counts = RowCounts()
+
+    @property
+    def rows(self) -> RowCounts:
+        """The rows of embeddings and tables on the disk, since counting began."""
+        return RowCounts.of(reader.counts for reader in row_readers(self.model.model))
 
     def close(self) -> None:
         """Frees what was allocated."""
         self.engine.close()
+        for reader in row_readers(self.model.model):
+            reader.close()
         self.streamed.close()
         self.parking.close()
 
@@ -290,7 +309,7 @@ class Loading:
             cache = _cache(self.source.shape, specs, self.plan, self.torch_device, offsets, parking, pool)
             packed.attention = make_attention(cache, self.plan, device)
             if device is not None:
-                warm_up_experts(layers, self.compute, TORCH_DTYPES[self.plan.dtype], device)
+                warm_up_products(layers, self.shards.head, self.compute, TORCH_DTYPES[self.plan.dtype], device)
             fused = self._fuse(packed, layers, cache)
             limits = PassLimits(self.plan.tokens_per_pass, self.plan.max_sequences, self.plan.prompt_cut)
             free = (lambda: None) if device is None else device.give_back
@@ -423,6 +442,7 @@ def _read_checkpoint(loading: Loading) -> Preparation:
         doing = "loading weights" if plan.quant == "none" else f"quantizing weights to {plan.quant}"
         with stage(doing, loading.shards.nbytes) as advance:
             preparation.run(loading.shards, MemorySink(loading.memory), advance, head_first=True)
+        read_tables(loading.model, checkpoint)
     return preparation
 
 

@@ -33,7 +33,7 @@ from ..shape.checkpoint_shape import open_checkpoint, read_tensors
 from ..shape.config import ModelConfig
 from ..shape.shards import lies_unpacked, model_shards, offered_formats, settled_format, weights_nbytes
 from ..source.model_source import ModelSource, model_fingerprint, recipe
-from ..source.stored_model import FindLinked, carried_files, write_resident
+from ..source.stored_model import carried_files, write_resident
 from ..weights.key_offsets import FILE, MAX_TOKENS, fixed_token_ids, keep, measure
 from ..weights.linking import Linker
 from ..weights.preparation import CannotLink, Preparation, StoreSink, window_nbytes
@@ -141,7 +141,7 @@ def _name(target: Path, source: ModelSource, made_of: Mapping[str, Any], budget:
             limit = partial(disk_budget, target, wanted=budget.disk_nbytes)
             sink = StoreSink(writer, making.shards, linker, limit)
             with making.stage("checking weights", note) as advance:
-                return making.write(writer, checkpoint, sink, advance, linker.find_resident)
+                return making.write(writer, checkpoint, sink, advance, linker)
     return None
 
 
@@ -167,9 +167,9 @@ class _Making:
         checkpoint: Checkpoint,
         sink: StoreSink,
         advance: Advance,
-        find: FindLinked = lambda name, data: None,
+        linker: Linker | None = None,
     ) -> Written:
-        """Fills `sink` and finishes the store of `writer`; `find` finds resident tensors in the checkpoint's files."""
+        """Fills `sink` and finishes the store of `writer`; `linker` finds what lies in the checkpoint's files."""
         # Packing allocates and frees the same few buffers for every chunk.
         keep_memory()
         model = define(self._config, TORCH_DTYPES[self._dtype])
@@ -178,7 +178,7 @@ class _Making:
         compute = ParallelMatmul(Workspace(0), helpers=helpers)
         preparation = Preparation(model, checkpoint, compute, self._window, tensors)
         preparation.run(self.shards, sink, advance)
-        write_resident(writer, model, self._source.folder, find)
+        write_resident(writer, model, checkpoint, self._source.folder, linker)
         loss = dict(preparation.loss.by_group)
         writer.finish({"shape": asdict(self._source.shape), "name": self._source.name, "loss": loss})
         return Written(writer.nbytes_written, loss)

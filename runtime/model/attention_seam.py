@@ -11,16 +11,16 @@ from __future__ import annotations
 import dis
 import inspect
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ..attention.protocol import AttentionBackend, AttentionCall, BlockQuery, IndexQuery, LatentWeights
+from ..attention.protocol import AttentionBackend, AttentionCall, BlockQuery, IndexQuery, LatentWeights, TokenBlocks
 from ..engine.sequence import Batch
 from ..settings.errors import UnsupportedModel
 from ..shape.config import TWO_CALLS, ModelConfig
@@ -38,10 +38,13 @@ def keep_latents(model: nn.Module, config: ModelConfig) -> None:
             f"this release of transformers caches what it expands from the latents of {config.family.model_type}; "
             "a newer one is wanted, which caches latents"
         )
+    for module in model.modules():
+        if hasattr(module, "compress_ratio"):
+            module.forward = partial(_block_index, module, _rotation_of(module, _BLOCK_INDEXER), _rotary_of(model))
     for module in modules:
         module.expand_kv = lambda latents, rotated: (latents, rotated)
         if (indexer := getattr(module, "indexer", None)) is not None:
-            indexer.forward = partial(_index, indexer, _rotation_of(indexer))
+            indexer.forward = partial(_index, indexer, _rotation_of(indexer, _INDEXER))
 
 
 def keep_index_keys(model: nn.Module) -> None:
@@ -85,14 +88,45 @@ def _index(
     return IndexQuery(int(indexer.layer_idx), q, k, weights, int(indexer.index_topk))
 
 
-def _rotation_of(indexer: Any) -> Any:
+def _block_index(
+    indexer: Any, rotate: Any, rotary: Any, hidden: torch.Tensor, positions: Any, *args: Any, **kwargs: Any
+) -> IndexQuery:
+    """Replaces `forward` of an indexer of blocks of tokens; modules combine what it returns with the mask."""
+    size, dim = int(indexer.compress_ratio), int(indexer.index_head_dim)
+
+    def keys_of(tokens: torch.Tensor) -> torch.Tensor:
+        means = tokens.view(-1, size, dim).float().mean(1).to(tokens.dtype)
+        starts = torch.arange(0, len(tokens), size, device=tokens.device).expand(3, 1, -1)
+        cos, sin = rotary(means, starts)
+        rotated: torch.Tensor = rotate(indexer.k_layernorm(means)[None, :, None], cos=cos, sin=sin, unsqueeze_dim=2)
+        return rotated.flatten(0, -2)
+
+    q, k = indexer.index_qk_proj(hidden).split([indexer.index_n_heads * dim, dim], -1)
+    q = indexer.q_layernorm(q.unflatten(-1, (-1, dim)))
+    q = rotate(q, cos=positions[0], sin=positions[1], unsqueeze_dim=2)[0]
+    blocks = TokenBlocks(size, int(indexer.block_topk), keys_of)
+    # What is chosen depends on the order of scores alone.
+    weights = torch.ones(q.shape[:2], device=q.device)
+    count = blocks.most * size + size - 1
+    return IndexQuery(int(indexer.layer_idx), q, k.transpose(0, 1), weights, count, blocks)
+
+
+def _rotary_of(model: Any) -> Any:
+    return model.get_decoder().rotary_emb
+
+
+_INDEXER = {"wq_b", "wk", "k_norm", "weights_proj", "softmax_scale", "relu"}
+_BLOCK_INDEXER = {"index_qk_proj", "q_layernorm", "k_layernorm", "mean", "block_topk", "relu"}
+
+
+def _rotation_of(indexer: Any, known: set[str]) -> Any:
     """The function that an indexer's `forward` rotates with: families rotate pairs of elements, or of halves.
 
     Raises UnsupportedModel for an indexer of another make.
     """
     code = inspect.unwrap(type(indexer).forward).__code__
     found = [name for name in code.co_names if name.startswith("apply_rotary_pos_emb")]
-    if len(found) != 1 or not {"wq_b", "wk", "k_norm", "weights_proj", "softmax_scale", "relu"} <= set(code.co_names):
+    if len(found) != 1 or not known <= set(code.co_names):
         raise UnsupportedModel(f"{type(indexer).__name__} chooses tokens in a way that moedge does not know")
     return getattr(sys.modules[type(indexer).__module__], found[0])
 
@@ -132,9 +166,17 @@ class PackedPass:
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
-    """Passed instead of a mask tensor: the number of tokens that a layer looks back, None for all."""
+    """Passed instead of a mask tensor: the number of tokens that a layer looks back, None for all.
+
+    Modules whose indexer chooses blocks of tokens combine it with the `index` that they get, as with masks of booleans.
+    """
 
     window: int | None
+    index: IndexQuery | None = None
+    dtype: ClassVar[torch.dtype] = torch.bool
+
+    def __and__(self, index: IndexQuery) -> Self:
+        return replace(self, index=index)
 
     def __getitem__(self, part: Any) -> Self:
         """Some modules take a head's mask for their indexer."""
@@ -217,7 +259,7 @@ def _attention(
     For latent attention key and value are latents [1, 1, T, R] and rotated keys [1, 1, T, P].
     Raises UnsupportedModel for a feature that moedge does not know.
     """
-    index = features.pop("indices", None)
+    index = features.pop("indices", attention_mask and attention_mask.index)
     blocks = features.pop("block_indices", None)
     if not (isinstance(index, IndexQuery | None) and isinstance(blocks, BlockQuery | None)):
         raise UnsupportedModel(f"{type(module).__name__} chooses tokens itself, which moedge cannot do for it")

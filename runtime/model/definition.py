@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -17,7 +19,7 @@ from ...quant.matmul.matmul import ParallelMatmul
 from ...quant.tensor import PackedTensor
 from ..settings.errors import UnsupportedModel
 from ..shape.config import ModelConfig
-from ..shape.families import SHARED_BLOCKS
+from ..shape.families import SHARING
 from ..shape.read import SHARED, is_router
 from ..shape.shards import LayerShards, ShardLayout, ShardMatrix
 from . import experts_seam
@@ -30,6 +32,7 @@ from .attention_seam import (
     register_attention,
 )
 from .experts_seam import PackedExperts, adapt_identity_experts, drop_identity_matrices, expert_body, register_experts
+from .recurrent.ngrams import shed_hashes
 from .recurrent.seam import shed_decays
 from .text_class import text_class
 from .weights_seam import PackedLinear, TiledRows
@@ -50,6 +53,7 @@ def define(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     keep_latents(model, config)
     keep_index_keys(model)
     shed_decays(model)
+    shed_hashes(model)
     hand_on_passes(model)
     count_calls(model, config)
     number_uses(model)
@@ -81,7 +85,7 @@ def _build(config: ModelConfig, dtype: torch.dtype, implementation: str) -> PreT
     if implementation == SEAM:
         values |= _SMALLEST_BUFFERS.get(config.family.model_type, {})
     try:
-        with init_empty_weights(include_buffers=False):
+        with init_empty_weights(include_buffers=False), _LargeOnMeta():
             model: PreTrainedModel = text_class(config_class)._from_config(
                 config_class(**values),
                 dtype=dtype,
@@ -99,7 +103,7 @@ def _build(config: ModelConfig, dtype: torch.dtype, implementation: str) -> PreT
 
 def share_blocks(model: Any) -> None:
     """Gives layer 0 the blocks that layers share, and those a reference each: parameters have one name."""
-    if model.config.model_type not in SHARED_BLOCKS:
+    if model.config.model_type not in SHARING:
         return
     layers = model.base_model.layers
     sharing = [layer for layer in layers if hasattr(layer, "shared_transformer")]
@@ -109,6 +113,20 @@ def share_blocks(model: Any) -> None:
         object.__setattr__(layer, "shared_transformer", blocks[index % len(blocks)])
     layers[0].add_module(SHARED, nn.ModuleList(blocks))
     model.base_model._tied_weights_keys = {}
+
+
+_LARGE_NUMEL = 1 << 26
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Parameters that no memory holds have none for a moment, either: `init_empty_weights` drops them once they are
+    there."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named, sizes = dict(kwargs or {}), args[0] if len(args) == 1 else args
+        if func is torch.empty and isinstance(sizes, tuple) and math.prod(sizes) > _LARGE_NUMEL:
+            named["device"] = "meta"
+        return func(*args, **named)
 
 
 # Held experts, and the slots of a ring: far fewer, unless experts of several sizes share one.

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from transformers.integrations.moe import ExpertsInterface
 
-from ...moe.expert import ExpertBody, ExpertSource, mix_experts
+from ...moe.expert import ExpertBody, ExpertSource, HeldExperts, mix_experts
 from ...quant.kernels.operands import recognise
 from ...quant.matmul.matmul import ParallelMatmul
+
+if TYPE_CHECKING:
+    from ...moe.routed_experts import RoutedExperts
 
 
 class PackedExperts(nn.Module):
@@ -27,16 +30,27 @@ class PackedExperts(nn.Module):
         self.source = source
         self.body = body
         self.compute = compute
+        self._routed: RoutedExperts | None = None
 
     def forward(self, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         count = self.compute.real_rows(hidden.shape[0])
         if count == hidden.shape[0]:
-            return mix_experts(hidden, expert_ids, weights, self.source, self.body, self.compute)
+            return self._mix(hidden, expert_ids, weights)
         # Padding rows need no expert.
-        mine = hidden[:count], expert_ids[:count], weights[:count]
         out = torch.zeros_like(hidden)
-        out[:count] = mix_experts(*mine, self.source, self.body, self.compute)
+        out[:count] = self._mix(hidden[:count], expert_ids[:count], weights[:count])
         return out
+
+    def _mix(self, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """By the device where it holds all experts, so that the host need not know who chose which."""
+        if self._routed is None and self.compute.grouped is not None and isinstance(self.source, HeldExperts):
+            # Imports Triton.
+            from ...moe.routed_experts import RoutedExperts
+
+            self._routed = RoutedExperts.of(self.source, self.body, self.compute.grouped)
+        if self._routed is not None:
+            return self._routed.mix(hidden, expert_ids, weights, self.compute)
+        return mix_experts(hidden, expert_ids, weights, self.source, self.body, self.compute)
 
 
 def register_experts(name: str) -> None:

@@ -29,10 +29,21 @@ from ...quant.formats.format import Layout
 from ...quant.tensor import SAFETENSORS_DTYPES
 from ..shape.families import family
 from ..shape.quantized import ModelTensors, QuantizedWeight
-from ..shape.read import LAYER, expert_index, is_convolution, is_down, is_expert, is_extra_expert, is_unused, renamed_in
+from ..shape.read import (
+    LAYER,
+    expert_index,
+    is_convolution,
+    is_down,
+    is_expert,
+    is_extra_expert,
+    is_unused,
+    renamed_in,
+    table_part,
+)
 from .dequantize import dequantize, read_rows, row_nbytes
 
 MAX_LISTED = 10
+_DTYPES = SAFETENSORS_DTYPES | {"I64": torch.int64}
 NO_LAYOUTS: Mapping[str, Layout] = MappingProxyType({})
 
 
@@ -59,16 +70,24 @@ class CheckpointLoader:
         self._joins: dict[_Parts, bool] = {}
         self._dense: dict[int | None, list[str]] = defaultdict(list)
         self._experts: dict[int, list[str]] = defaultdict(list)
+        # Numbers that models compute, which those of the files must be.
+        self._computed: dict[int, list[str]] = defaultdict(list)
+        # Rows of matrices that stay in the files (source/stored_model.py), by the parameter's name.
+        self._tables: dict[str, list[TensorEntry]] = defaultdict(list)
         num_layers = len(model.get_decoder().layers)
         identities = getattr(model.config, "zero_expert_num", None) or 0
         for name, entry in self._tensors.entries.items():
             match = LAYER.search(name)
             index = int(match[1]) if match else None
             if index is not None and (index >= num_layers or is_unused(name)):
+                if index < num_layers and entry.dtype == "I64":
+                    self._computed[index].append(name)
                 continue
             if identities and is_extra_expert(name, identities, model.config.n_routed_experts):
                 continue
-            if index is not None and is_expert(name, entry):
+            if part := table_part(name):
+                self._tables[f"{part[0]}.weight"].append(entry)
+            elif index is not None and is_expert(name, entry):
                 self._experts[index].append(name)
             else:
                 self._dense[index].append(name)
@@ -80,8 +99,9 @@ class CheckpointLoader:
         on_meta = replace(self._config, device_map={"": torch.device("meta")})
         found, _ = convert_and_load_state_dict_in_model(self._model, tensors, on_meta, None)
         self._model.tie_weights()
-        parameters = {name for name, _ in self._model.named_parameters()}
-        differences = [
+        parameters = {name for name, _ in self._model.named_parameters() if not table_part(name)}
+        differences = list(self._table_differences())
+        differences += [
             f"{name} is {list(have)}, wanted {list(want)}" for name, have, want in sorted(found.mismatched_keys)
         ]
         differences += [f"{name} is missing" for name in sorted(found.missing_keys & parameters)]
@@ -94,6 +114,14 @@ class CheckpointLoader:
                 f"{'; '.join(differences[:MAX_LISTED])}{more}"
             )
 
+    def _table_differences(self) -> Iterator[str]:
+        for name, parameter in self._model.named_parameters():
+            if table_part(name):
+                parts, want = self._tables.get(name, ()), list(parameter.shape)
+                have = [sum(part.shape[0] for part in parts), *{part.shape[1] for part in parts}]
+                if have != want:
+                    yield f"{name} is {have}, wanted {want}"
+
     def load_dense(self, index: int, layer: nn.Module, kept: Mapping[str, Layout] = NO_LAYOUTS) -> None:
         """Loads all of a layer except its experts' matrices.
 
@@ -103,8 +131,14 @@ class CheckpointLoader:
             rows = torch.empty(layout.shape[0], row_nbytes(layout), dtype=torch.uint8, device="meta")
             layer.get_submodule(path).weight = nn.Parameter(rows, requires_grad=False)
         self._load({name: self._stored(name, kept=self._path(name) in kept) for name in self._dense[index]})
-        parameters = layer.named_parameters()
-        missing = [name for name, each in parameters if each.is_meta and (each.dim() != 3 or is_convolution(name))]
+        made = dict(layer.named_buffers())
+        for name in self._computed[index]:
+            own, entry = made.get(self._path(name)), self._tensors.entries[name]
+            stored = _StoredTensor(self._checkpoint, name)
+            if own is None or entry.shape != own.shape or not torch.equal(stored[...], own):
+                raise BadCheckpoint(f"{described(name)} has other numbers than those that config.json makes")
+        meta = [(name, each) for name, each in layer.named_parameters() if each.is_meta and not table_part(name)]
+        missing = [name for name, each in meta if each.dim() != 3 or is_convolution(name)]
         if missing:
             raise BadCheckpoint(f"layer {index}: {len(missing)} parameters are not in the files, first {missing[:3]}")
 
@@ -244,11 +278,11 @@ class _StoredTensor:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         entry = self.checkpoint.entries[self.name]
-        if entry.dtype not in SAFETENSORS_DTYPES:
-            raise BadCheckpoint(f"tensor {self.name} is {entry.dtype}, wanted one of {', '.join(SAFETENSORS_DTYPES)}")
+        if entry.dtype not in _DTYPES:
+            raise BadCheckpoint(f"tensor {self.name} is {entry.dtype}, wanted one of {', '.join(_DTYPES)}")
         rows = self.rows or range(entry.shape[0] if entry.shape else 1)
         shape = (len(rows), *entry.shape[1:]) if entry.shape else ()
-        tensor = torch.empty(shape, dtype=SAFETENSORS_DTYPES[entry.dtype])
+        tensor = torch.empty(shape, dtype=_DTYPES[entry.dtype])
         if tensor.numel():
             begin = entry.nbytes // max(1, entry.shape[0]) * rows.start if entry.shape else 0
             self.checkpoint.read_into(self.name, tensor.view(-1).view(torch.uint8).numpy().data, begin)

@@ -212,16 +212,16 @@ def decoding_nbytes(widest: Widest, dtype: str, num_sequences: int, longest: int
 _TILE_NBYTES, _SLOT_NBYTES = 20, 8
 
 
-def groups_experts(shape: ModelShape, quant: str, gpu: Gpu) -> bool:
-    """Whether experts that arrive together are computed in one launch."""
-    return shape.num_experts > 0 and tuning.reads(quant) and tuning.supports(gpu.capability) and not gpu.lacks.experts
+def has_products(gpu: Gpu) -> bool:
+    """Whether a kernel of the device multiplies by packed matrices, of experts that arrive together in one launch."""
+    return tuning.supports(gpu.capability) and not gpu.lacks.experts
 
 
 def experts_nbytes(shape: ModelShape, dtype: str, num_tokens: int) -> int:
     """Bytes of what an expert's first matrix gives to its second, for all rows of a pass: [P, I]."""
     experts = [layer.experts for layer in shape.layers if layer.experts]
-    numel = max(most_rows(num_tokens, each.per_token, each.count) * each.down.cols for each in experts)
-    return numel * ITEM_NBYTES[dtype]
+    numels = [most_rows(num_tokens, each.per_token, each.count) * each.down.cols for each in experts]
+    return max(numels, default=0) * ITEM_NBYTES[dtype]
 
 
 _PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -325,7 +325,7 @@ class WeightFootprint:
         self.on_device = device_budget is not None
         self.pads_passes = deterministic and not self.on_device
         self.gpu = None if device_budget is None else device_budget.gpu
-        self.grouped_experts = self.gpu is not None and groups_experts(shape, quant, self.gpu)
+        self.grouped_products = self.gpu is not None and has_products(self.gpu)
         self.workspace = workspace_nbytes(shape, quant, dtype, deterministic)
         if device_budget is None:
             self.workspace += (num_workers() - 1) * helper_nbytes(shape, quant, dtype, deterministic)
@@ -393,7 +393,7 @@ class Candidate:
         if weights.gpu is not None and not weights.gpu.lacks.attention:
             attention = attention_nbytes(weights.shape, cache, weights.dtype, self.live, weights.gpu)
             decoding = max(decoding, attention)
-        if weights.grouped_experts:
+        if weights.grouped_products:
             decoding = max(decoding, experts_nbytes(weights.shape, weights.dtype, self.tokens_per_pass))
         rows = whole_vectors(self.tokens_per_pass) if weights.pads_passes else self.tokens_per_pass
         scan = scan_nbytes(weights.shape, weights.dtype, rows, self.live)

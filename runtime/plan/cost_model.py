@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 from ...moe.expected_rows import padded_rows, wanted_by
 from ...offload.machine.profile import ATTENTION, HEADS, LATENTS, TOGETHER
 from ...quant.formats.format import CODE_BITS, get_format
+from ...quant.kernels.tuning import GROUPED_ROWS
 from ..kv.spec import KVSpec
 from ..settings.settings import DeviceBudget
 from ..shape.model_shape import ExpertsShape, Matrix, ModelShape
@@ -106,7 +107,7 @@ class _CandidateFormats:
     compute: str
     kv: str
     kv_block: int
-    grouped_experts: bool
+    grouped_products: bool
 
 
 class _ModelWork:
@@ -176,7 +177,7 @@ class _ComputeCosts:
         self._overheads = rates.overheads
         self._fused_overheads = (rates.fused_overheads if fused else None) or rates.overheads
         # Experts of one launch cost what a layer costs.
-        self._launches_together = formats.grouped_experts
+        self._launches_together = formats.grouped_products
         self._memory_bytes_s = rates.memory_bytes_s
         self._kinds = model.kinds
         self._width = model.attention_width
@@ -193,6 +194,9 @@ class _ComputeCosts:
             names = [INTEGERS.format(f"int{CODE_BITS[get_format(formats.quant).codes]}"), *names]
         self._alone = rates.curve(*names)
         self._together = rates.curve(*chain.from_iterable((TOGETHER.format(each), each) for each in names))
+        # Kernels of a device read codes of single matrices, too, for as many rows as pay (quant/matmul/matmul.py).
+        by_kernels = on_device and formats.grouped_products and formats.quant != "none" and formats.dtype != "fp32"
+        self._few_rows = self._together if by_kernels else self._alone
         # On a device torch attends to latents, and to what indexers choose.
         self._by_torch = on_device and not all(group.is_plain for group in model.shape.kv_groups)
         self._attending = [
@@ -217,7 +221,7 @@ class _ComputeCosts:
 
     def _layer(self, kind: _LayerKind, load: _PassLoad) -> float:
         tokens = load.tokens
-        seconds = _products(self._alone, kind.dense_numel, tokens)
+        seconds = _products(self._dense(tokens), kind.dense_numel, tokens)
         seconds += tokens * self._shape.hidden * NUMBER_NBYTES / self._memory_bytes_s
         if kind.experts is None:
             return seconds
@@ -260,7 +264,10 @@ class _ComputeCosts:
     def _head(self, load: _PassLoad) -> float:
         head = self._shape.head
         numel = head.numel if head else self._shape.embedding_numel
-        return _products(self._alone, numel, load.sampled)
+        return _products(self._dense(load.sampled), numel, load.sampled)
+
+    def _dense(self, rows: float) -> Curve:
+        return self._few_rows if rows <= GROUPED_ROWS else self._alone
 
 
 def _products(rate: Curve, numel: float, rows: float) -> float:
@@ -553,7 +560,7 @@ class CostModel:
         weights, spec = candidate.weights, candidate.cache.specs[0]
         live = _live_sequences(candidate.cache.specs, blocks, candidate.live, workload, candidate.tokens_per_pass)
         formats = _CandidateFormats(
-            weights.dtype, weights.quant, compute, spec.format, spec.block, weights.grouped_experts
+            weights.dtype, weights.quant, compute, spec.format, spec.block, weights.grouped_products
         )
         fused = fused and fuses(weights.quant, weights.dtype, weights.deterministic) and not weights.on_device
         key = (workload, formats, candidate.tokens_per_pass, live, fused)

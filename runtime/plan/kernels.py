@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from ...quant.formats.format import INTEGER_CODES, TILES, Layout
+from ...quant.formats.format import CODE_BITS, INTEGER_CODES, ROWS, TILES, Layout
 from ...quant.kernels import tuning
 from ...quant.native import library
 from ..shape.model_shape import ModelShape
@@ -62,7 +62,8 @@ def product_kernels(plan: Plan, shards: ModelShards) -> str:
 
 def _product(plan: Plan, layout: Layout, is_expert: bool) -> str:
     if plan.staging is not None:
-        return "triton" if is_expert and plan.grouped_experts and tuning.reads(layout.format) else "torch"
+        codes = is_expert or (CODE_BITS[layout.codes] > 0 and plan.dtype != "fp32" and not plan.deterministic)
+        return "triton" if plan.grouped_products and codes and layout.order == ROWS else "torch"
     if layout.order == TILES and plan.dtype == "bf16" and library.available():
         integers = plan.compute == "int8" and layout.codes in INTEGER_CODES
         return "tiles with int8 rows" if integers else "tiles"

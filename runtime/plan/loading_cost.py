@@ -12,7 +12,7 @@ from ...offload.machine.profile import Machine
 from ...quant.formats.format import ASSUMED
 from ...quant.native import library
 from ..shape.model_shape import ModelShape
-from ..shape.shards import checkpoint_nbytes, copied_nbytes, resident_nbytes, widened_nbytes
+from ..shape.shards import checkpoint_nbytes, copied_nbytes, resident_nbytes, tables_nbytes, widened_nbytes
 from .candidate import WeightFootprint
 from .placement import Plan
 
@@ -114,7 +114,8 @@ def loading_cost(
         return LoadingCost(kept / disk_bytes_s, 0.0, 0.0, rehearsed_s + (offsets_s if quantized else 0.0), 0)
     missing = 1 - min(1.0, there / store) if streams else 1.0
     named = streams and not copied_nbytes(shape, plan.quant, plan.dtype)
-    read_s, quantize_s = (missing * each for each in _making_s(shape, plan.quant, speeds, disk_bytes_s, named))
+    making = _making_s(shape, plan.quant, speeds, disk_bytes_s if named else None, streams)
+    read_s, quantize_s = (missing * each for each in making)
     if not streams:
         return LoadingCost(read_s, quantize_s, 0.0, rehearsed_s + (offsets_s if "int" in plan.kv else 0.0), 0)
     written = round(missing * copied_nbytes(shape, plan.quant, plan.dtype))
@@ -125,15 +126,16 @@ def loading_cost(
 
 
 def _making_s(
-    shape: ModelShape, quant: str, speeds: LoadingSpeeds, disk_bytes_s: float, named: bool
+    shape: ModelShape, quant: str, speeds: LoadingSpeeds, named_bytes_s: float | None, streams: bool
 ) -> tuple[float, float]:
-    """Seconds of reading the checkpoint, and of packing its weights: none where they are `named` in their files, which
-    all threads read, for checksums."""
-    nbytes = checkpoint_nbytes(shape)
-    if named:
-        return nbytes / disk_bytes_s, 0.0
+    """Seconds of reading the checkpoint, and of packing its weights: none where they are named in their files, which
+    all threads read at `named_bytes_s`, for checksums. Tables stay where they are, unless a store is made."""
+    nbytes, tables = checkpoint_nbytes(shape), tables_nbytes(shape)
+    if named_bytes_s is not None:
+        return nbytes / named_bytes_s, 0.0
+    nbytes -= 0 if streams else tables
     # Rates of converting and packing are of floats, also where the files hold fewer bits.
-    widened = widened_nbytes(shape)
+    widened = widened_nbytes(shape) - tables
     return nbytes / speeds.read_bytes_s, widened / speeds.convert_bytes_s + widened / speeds.packing(quant)
 
 
@@ -144,7 +146,7 @@ def least_loading_s(
     if prepared.is_model:
         return 0.0
     named = streams and not weights.copied_nbytes
-    seconds = sum(_making_s(weights.shape, weights.quant, speeds, disk_bytes_s, named))
+    seconds = sum(_making_s(weights.shape, weights.quant, speeds, disk_bytes_s if named else None, streams))
     if not streams:
         return seconds
     store = weights.nbytes + resident_nbytes(weights.shape, weights.dtype)

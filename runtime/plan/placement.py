@@ -131,11 +131,14 @@ class Plan:
     - `workspace_nbytes`, `activations_nbytes` and `slack_nbytes` are what a pass computes with.
     - `states_nbytes` are states of recurrent layers: those of `max_sequences`, and snapshots where prefixes end.
       A prompt is cut at multiples of `prompt_cut`.
+    - `tables_nbytes` of tables stay on the disk in every plan. A token looks up `token_rows_nbytes` there, rows of
+      tables and of the embedding where weights stream; what is read is less by rows that were kept or looked up twice,
+      and more by the blocks around them.
     - `encoder_nbytes` of host memory are for tokenizing one prompt while passes run.
     - `kept_nbytes` of memory that one pass frees stay in the process for the next one, where the budget has them.
     - `fused_nbytes` are buffers for decoder layers that the library of CPU kernels computes, in memory that nothing
       else could use. `free_nbytes` of the host's budget are of no use to this job.
-    - `grouped_experts` says whether kernels of the device compute experts that arrive together in two launches, and
+    - `grouped_products` says whether kernels of the device compute experts that arrive together in two launches, and
       `stores_by_kernel` whether one of them writes keys and values into the cache.
     - `lacks` says why torch computes what a family of the device's kernels (`attention`, `cache`, `experts`) should;
       `notes` what else a person should know.
@@ -166,11 +169,13 @@ class Plan:
     slack_nbytes: int
     states_nbytes: int = 0
     prompt_cut: int = 1
+    tables_nbytes: int = 0
+    token_rows_nbytes: int = 0
     encoder_nbytes: int = 0
     kept_nbytes: int = 0
     fused_nbytes: int = 0
     free_nbytes: int = 0
-    grouped_experts: bool = False
+    grouped_products: bool = False
     stores_by_kernel: bool = False
     lacks: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

@@ -10,19 +10,28 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from ...offload.budget import GIB
+from ...offload.budget import GIB, gib
 from ...offload.machine.hardware import Hardware
 from ...offload.machine.profile import Machine
 from ...quant.formats.format import QUANT_FORMATS, get_format
 from ...quant.kernels.gpu import Gpu, dotted, interpreted
 from ...quant.native import library
-from ..attention.choice import NO_LATENTS, AttentionNeeds, choose_attention, stores_by_kernel
+from ..attention.choice import NO_INDEX, NO_LATENTS, AttentionNeeds, choose_attention, stores_by_kernel
 from ..kv.spec import SCAN_CHUNK, KVSpec
 from ..settings.errors import DoesNotFit, SettingError
 from ..settings.settings import MIB, DeviceBudget, MemoryBudget, Settings, encoder_nbytes
 from ..shape.model_shape import ModelShape
-from ..shape.read import OUTER, SHARED, SMALL
-from ..shape.shards import BESIDE_KEPT, SMALLEST_FORMATS, ModelShards, offered_formats, settled_format
+from ..shape.read import OUTER, SMALL
+from ..shape.shards import (
+    BESIDE_KEPT,
+    POPULAR_NBYTES,
+    SMALLEST_FORMATS,
+    ModelShards,
+    offered_formats,
+    settled_format,
+    tables_nbytes,
+    token_rows_nbytes,
+)
 from .candidate import (
     CacheSize,
     Candidate,
@@ -30,7 +39,6 @@ from .candidate import (
     choose_block,
     fused_nbytes,
     fuses,
-    groups_experts,
     largest,
 )
 from .cost_model import NOTHING_PREPARED, CostModel, Prediction, used_tokens
@@ -115,10 +123,6 @@ class SearchSpace:
         device = request.budget.device
         self.dtype = choose_dtype(settings.dtype, shape.dtype, None if device is None else device.gpu)
         self.quants = _quants(settings, shape, self.dtype)
-        if settings.quant == "auto" and device is not None:
-            # Experts one by one take a device an order of magnitude more launches and bytes: int4's, so far.
-            grouped = [quant for quant in self.quants if groups_experts(shape, quant, device.gpu)]
-            self.quants = tuple(grouped or self.quants)
         self.most_live = min(settings.max_sequences or MOST_SEQUENCES, workload.sequences)
         self._block = choose_block(workload.mean_live)
         self._specs: dict[str, tuple[KVSpec, ...]] = {}
@@ -485,12 +489,13 @@ class _Search:
         assert placement is not None, "a candidate leaves the fewest bytes that weights need"
         weights, specs, blocks = candidate.weights, candidate.cache.specs, candidate.cache.blocks(cached)
         shape, settings = weights.shape, self._request.settings
-        by_torch = not all(group.is_plain for group in shape.kv_groups)
+        latent, indexed = (any(getattr(each, kind) for each in shape.kv_groups) for kind in ("is_latent", "is_index"))
         heads = frozenset(group.head_dim for group in shape.kv_groups)
         # Deterministic prompts would take the kernels, too, a few rows at a time: not timed against torch yet.
         lack = "--deterministic takes torch's attention" if settings.deterministic else library.lack()
-        needs = AttentionNeeds(heads, weights.gpu, interpreted(), by_torch, lack)
+        needs = AttentionNeeds(heads, weights.gpu, interpreted(), latent, indexed, lack)
         attention = choose_attention(settings.attention, needs)
+        reads_embedding = placement.ring_nbytes and shape.head and not weights.on_device
         whole = [count * spec.block for count, spec in zip(blocks, specs, strict=True) if spec.group.window is None]
         return Plan(
             dtype=self.space.dtype,
@@ -519,13 +524,16 @@ class _Search:
             states_nbytes=candidate.states,
             encoder_nbytes=encoder_nbytes(candidate.cache.longest),
             prompt_cut=SCAN_CHUNK if shape.state_groups and settings.deterministic else 1,
-            grouped_experts=weights.grouped_experts,
+            tables_nbytes=tables_nbytes(shape),
+            token_rows_nbytes=token_rows_nbytes(shape, self.space.dtype if reads_embedding else None),
+            grouped_products=weights.grouped_products,
             stores_by_kernel=stores_by_kernel(settings.attention, attention, needs),
             lacks=_lacks(weights, settings),
             notes=(
                 *_code_notes(shape),
                 *dtype_notes(settings.dtype, shape.dtype, weights.gpu),
                 *_state_notes(shape, candidate.live),
+                *_table_notes(shape),
                 *_packing_notes(shape, settings.quant, weights.quant),
                 *_shared_notes(shards),
             ),
@@ -546,10 +554,19 @@ def _state_notes(shape: ModelShape, live: int) -> tuple[str, ...]:
 
 
 def _shared_notes(shards: ModelShards) -> tuple[str, ...]:
-    """What of the weights is held whatever the budget, because layers share it."""
-    matrices = shards.layers[0].dense.matrices if shards.held else ()
-    nbytes = sum(matrix.layout.nbytes for matrix in matrices if matrix.name.startswith(SHARED))
+    nbytes = shards.shared_nbytes
     return (f"{-(-nbytes // MIB)} MiB of blocks that layers share are held once, and never streamed",) if nbytes else ()
+
+
+def _table_notes(shape: ModelShape) -> tuple[str, ...]:
+    """What stays on the disk whatever fits, and what reading it takes."""
+    if not shape.tables:
+        return ()
+    rows, memory = sum(table.per_token for table in shape.tables), len(shape.tables) * POPULAR_NBYTES
+    return (
+        f"{gib(tables_nbytes(shape))} of n-grams stay on the disk: a token looks up {rows} rows, "
+        f"{token_rows_nbytes(shape):,} bytes, of which {memory // MIB} MiB of memory keep the popular ones",
+    )
 
 
 def _packing_notes(shape: ModelShape, wanted: str, quant: str) -> tuple[str, ...]:
@@ -578,5 +595,6 @@ def _lacks(weights: WeightFootprint, settings: Settings) -> dict[str, str]:
         unwanted.add("experts")
     lacks = dict(weights.gpu.lacks.reasons)
     if not all(group.is_plain for group in weights.shape.kv_groups):
-        lacks |= {"attention": NO_LATENTS, "cache": NO_LATENTS}
+        lack = NO_LATENTS if any(group.is_latent for group in weights.shape.kv_groups) else NO_INDEX
+        lacks |= {"attention": lack, "cache": lack}
     return {family: reason for family, reason in lacks.items() if family not in unwanted}

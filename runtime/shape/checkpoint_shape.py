@@ -16,12 +16,12 @@ from ...offload.memory import gc_paused
 from ...quant.formats.format import DTYPES
 from ..settings.errors import UnsupportedModel
 from .config import ModelConfig, head_dim, kv_heads, latent_size
-from .families import JOINED, SHARED_BLOCKS, TEXT_AND_PICTURES, text_name
+from .families import JOINED, SHARING, TEXT_AND_PICTURES, text_name
 from .gguf import gguf_config
 from .gguf_tensors import gguf_tensors
 from .model_shape import ModelShape
 from .quantized import ModelTensors
-from .read import Tensors, by_layer, divided, expert_index, is_expert, model_shape, tensors_of
+from .read import Tensors, by_layer, divided, expert_index, is_expert, is_unused, model_shape, tensors_of
 
 _FLOATS = {each.safetensors for each in DTYPES.values() if "float" in each.name}
 # Buffers that old checkpoints carry and models make themselves.
@@ -59,7 +59,7 @@ def check_tensors(
 
 def _unusable(checkpoint: Checkpoint, entries: Mapping[str, TensorEntry]) -> Iterator[str]:
     for name, entry in entries.items():
-        if entry.dtype not in _FLOATS and not _COMPUTED.search(name):
+        if entry.dtype not in _FLOATS and not _COMPUTED.search(name) and not is_unused(name):
             yield f"{checkpoint.file_of(name)}: {described(name)} is {entry.dtype}, wanted one of {sorted(_FLOATS)}"
 
 
@@ -158,7 +158,7 @@ def open_checkpoint(config: ModelConfig, folder: Path) -> Checkpoint:
         checkpoint.select(text_name)
     elif any(name.startswith(PREDICTING) for name in checkpoint.entries):
         checkpoint.select(lambda name: None if name.startswith(PREDICTING) else name)
-    if config.family.model_type in {*JOINED, *SHARED_BLOCKS, TEXT_AND_PICTURES}:
+    if config.family.model_type in {*JOINED, *SHARING, TEXT_AND_PICTURES}:
         checkpoint.divide(partial(divided, config))
     return checkpoint
 

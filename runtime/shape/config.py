@@ -16,13 +16,14 @@ from ...offload.checkpoint.header import described, load_object
 from ...quant.formats.format import WEIGHT_DTYPES
 from ..settings.errors import UnsupportedModel
 from .config_fields import FIELDS, LISTS, NESTED, ROPE_FIELDS, check_rope, checked_fields, out_of_range
-from .families import BLOCK_SPARSE, INDEXED, LATENT, SHARED_BLOCKS, Family, family, is_wrapper, text_config
+from .families import BLOCK_INDEXED, BLOCK_SPARSE, INDEXED, LATENT, SHARING, Family, family, is_wrapper, text_config
 from .quantization import parse_quantization
 
 CONFIG = "config.json"
 MAX_CONFIG_NBYTES = 1 << 20
 MAX_DEPTH = 32
 MAX_LAYERS = 512
+MAX_TABLE_HEADS = 256
 # The classes that transformers would import from the checkpoint's folder if it trusted it.
 _OWN_CODE = "auto_map"
 _NAMES_CODE = ("auto_map", "custom_pipelines", "kernel", "trust_remote_code", "_implementation")
@@ -55,6 +56,7 @@ class ModelConfig:
         self._check_heads()
         self._check_layer_types()
         self._check_experts()
+        self._check_tables()
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -97,7 +99,23 @@ class ModelConfig:
     @property
     def is_indexed(self) -> bool:
         """Whether indexers choose the tokens that layers attend to."""
-        return self.family.model_type in INDEXED | BLOCK_SPARSE
+        return self.family.model_type in INDEXED | BLOCK_INDEXED | BLOCK_SPARSE
+
+    @property
+    def index_key(self) -> tuple[int, int]:
+        """Elements of an indexer's key, and the most tokens that it chooses: of blocks, those behind the last whole
+        one, too."""
+        if self.family.model_type in BLOCK_INDEXED:
+            chosen = self.size("indexer_budget") + self.size("indexer_compress_ratio") - 1
+            return self.size("indexer_head_dim"), chosen
+        if self.family.model_type in BLOCK_SPARSE:
+            return self.size("index_head_dim"), self.size("index_topk_blocks") * self.size("index_block_size")
+        return self.size("index_head_dim"), self.size("index_topk")
+
+    @property
+    def table_rows(self) -> int:
+        """Rows that a layer looks up in a table of n-grams for a token: some for each length from 2 on."""
+        return (self.size("ngram_size") - 1) * self.size("heads_per_ngram")
 
     @property
     def num_experts(self) -> int | None:
@@ -146,9 +164,9 @@ class ModelConfig:
             raise out_of_range("index_local_blocks", local, f"at most index_topk_blocks {most}")
         if self.get("use_shared_attention_adapter") and kv_heads != heads:
             raise out_of_range("num_key_value_heads", kv_heads, f"{heads}, as wide as adapters of keys and values")
-        if self.family.model_type in SHARED_BLOCKS and not self.get("tie_word_embeddings"):
+        if self.family.model_type in SHARING and not self.get("tie_word_embeddings"):
             raise out_of_range("tie_word_embeddings", False, "true: without it transformers shares no blocks either")
-        if self.family.model_type in SHARED_BLOCKS and 2 * hidden % heads:
+        if self.family.model_type in SHARING and 2 * hidden % heads:
             raise out_of_range("num_attention_heads", heads, f"a divisor of {2 * hidden}")
         if _usual_head_dim(self) % 2:
             raise out_of_range("head_dim", _usual_head_dim(self), "an even number")
@@ -172,6 +190,13 @@ class ModelConfig:
             raise out_of_range(field, self.get(field), "a number from 1 on, because layers slide")
         if any(window(self, layer) == 0 for layer in range(num_layers)):
             raise out_of_range(field, 0, "a number from 1 on, or null, because layers slide")
+
+    def _check_tables(self) -> None:
+        """transformers' class looks for a prime number for each head, from the first one on."""
+        layers = self.get("ple_layer_ids") or []
+        if layers and (heads := self.table_rows * len(layers)) > MAX_TABLE_HEADS:
+            wanted = f"less: {heads} heads in all layers, at most {MAX_TABLE_HEADS} are read"
+            raise out_of_range("heads_per_ngram", self.get("heads_per_ngram"), wanted)
 
     def _check_experts(self) -> None:
         given = {name: self.values[name] for name in _COUNTS if self.values.get(name) is not None}
@@ -269,7 +294,7 @@ def _as_now(model_type: str, values: Mapping[str, Any]) -> dict[str, Any]:
         found |= _indexer_types(values) if found.get("indexer_types") is None else {}
     if model_type in BLOCK_SPARSE:
         found = _block_sparse_layers(found)
-    if model_type in SHARED_BLOCKS:
+    if model_type in SHARING:
         # The width of heads follows from others.
         found = {name: value for name, value in found.items() if name != "head_dim"}
         if found.get("layers_block_type") is None:
@@ -530,16 +555,9 @@ def attention_modules(config: ModelConfig, layer: int) -> range:
     return range(layer * count, (layer + 1) * count)
 
 
-def chosen_tokens(config: ModelConfig) -> int:
-    """Tokens that an indexer lets each token attend to."""
-    if config.family.model_type in BLOCK_SPARSE:
-        return config.size("index_topk_blocks") * config.size("index_block_size")
-    return config.size("index_topk")
-
-
 def _usual_head_dim(config: ModelConfig) -> int:
     # Shared blocks get hidden states and embeddings side by side.
-    sides = 2 if config.family.model_type in SHARED_BLOCKS else 1
+    sides = 2 if config.family.model_type in SHARING else 1
     return int(config.get("head_dim") or sides * config.size("hidden_size") // config.size("num_attention_heads"))
 
 

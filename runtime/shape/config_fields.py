@@ -142,6 +142,11 @@ FIELDS: dict[str, Rule] = {
     "index_block_size": _LENGTH,
     "index_topk_blocks": _LENGTH,
     "index_local_blocks": _SOME,
+    "indexer_n_heads": _HEADS,
+    "indexer_kv_heads": _whole(1, 1),
+    "indexer_head_dim": _HEAD_DIM,
+    "indexer_budget": _LENGTH,
+    "indexer_compress_ratio": _COUNT,
     "vocab_size": _whole(2, 1 << 20),
     # A head with fewer rows than the embedding.
     "output_vocab_size": Choice((None,)),
@@ -149,6 +154,18 @@ FIELDS: dict[str, Rule] = {
     "hidden_size_per_layer_input": _whole(0, 65_536),
     "max_position_embeddings": _LENGTH,
     "original_max_position_embeddings": _LENGTH,
+    # Residual streams
+    "hc_count": _whole(2, 64),
+    "hc_lowrank": _WIDTH,
+    # Tables of n-grams
+    "ple_embed_dim": _WIDTH,
+    "ple_conv_kernel_size": _TAPS,
+    "ngram_size": _whole(2, 16),
+    "heads_per_ngram": _HEADS,
+    "ngram_vocab_size_base": _LENGTH,
+    "make_ngram_vocab_size_divisible_by": _WIDTH,
+    "seed": _whole(0, 1 << 62),
+    "split_ngram_parts": _whole(1, 65_536),
     # Experts
     "num_experts": _COUNT,
     # 0 is what dense models of a family with experts say.
@@ -293,6 +310,7 @@ FIELDS: dict[str, Rule] = {
     "swiglu_alpha": _SCALE,
     "swiglu_limit": _SCALE,
     "hidden_act": _ACTIVATION,
+    "output_gate_type": Choice(("sigmoid", "silu", None)),
     "hidden_activation": _ACTIVATION,
     # Which parts there are
     "attention_bias": _FLAG,
@@ -340,6 +358,7 @@ LISTS: dict[str, Rule] = {
     "layer_types": Choice(_KINDS),
     "layers_block_type": Choice(_KINDS),
     "indexer_types": Choice(("full", "shared")),
+    "ple_layer_ids": _LAYERS,
     "attn_layer_indices": _whole(0, 511),
     "full_attn_idxs": _whole(0, 511),
     "mlp_multipliers": _SCALE,
@@ -381,8 +400,9 @@ _NULLABLE = {
     "v_head_dim", "zero_expert_num", "attn_layer_indices", "full_attn_idxs", "mlp_multipliers", "ssm_multipliers",
     "mamba_d_ssm", "moe_latent_size", "position_embedding_type", "linear_num_key_heads", "linear_num_value_heads",
     "linear_key_head_dim", "linear_value_head_dim",
-    "logit_scale", "num_sliding_attention_heads", "swiglu_limits", "swiglu_limits_shared", "layer_rope_theta",
-    "post_norm_eps",
+    "indexer_n_heads", "indexer_kv_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio",
+    "ple_embed_dim", "ple_layer_ids", "logit_scale", "num_sliding_attention_heads", "swiglu_limits",
+    "swiglu_limits_shared", "layer_rope_theta", "post_norm_eps",
     "num_nextn_predict_layers", "n_shared_experts", "n_routed_experts", "max_window_layers", "sliding_window_pattern",
 }  # fmt: skip
 _MAX_ITEMS = 512

@@ -26,7 +26,7 @@ MOE = (
     "kimi_linear", "kolibri1", "laguna", "lara_mini", "lfm2_moe", "llama4_text", "longcat_flash", "mellum",
     "mimo_v2_flash", "minimax", "minimax_m2", "minimax_m3_vl_text", "mistral4", "mixtral", "muse_spark_text",
     "nemotron_h", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen3_omni_moe_text",
-    "qwen3_vl_moe_text", "sarvam_mla", "sarvam_moe", "solar_open", "step3p5",
+    "qwen3_vl_moe_text", "qwen4_exp_text", "sarvam_mla", "sarvam_moe", "solar_open", "step3p5",
 )  # fmt: skip
 DENSE = (
     "apertus", "apertus1p5_text", "arcee", "bamba", "bitnet", "cohere", "cohere2", "cohere_compass_text", "cwm",
@@ -44,12 +44,15 @@ SUPPORTED = tuple(sorted(MOE + DENSE))
 SINCE = {
     "apertus1p5_text": "5.24", "aria_text": "5.18", "bailing_hybrid": "5.23", "beam": "5.21", "dots3_note_text": "5.23",
     "flint": "5.21", "granite_docling_text": "5.23", "internlm3": "5.23", "iquestcoder": "5.23", "kolibri1": "5.20",
-    "lara_mini": "5.24", "lfm3": "5.23", "muse_spark_text": "5.20", "sarvam_mla": "5.24", "sarvam_moe": "5.24",
+    "lara_mini": "5.24", "lfm3": "5.23", "muse_spark_text": "5.20", "qwen4_exp_text": "5.24", "sarvam_mla": "5.24",
+    "sarvam_moe": "5.24",
 }  # fmt: skip
 # Those with an indexer that chooses `index_topk` tokens for each token to attend to: DeepSeek's sparse attention.
 INDEXED = {"axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa"}
 # Those whose indexers choose blocks of keys for each of their heads.
 BLOCK_SPARSE = {"minimax_m3_vl_text"}
+# Those with an indexer that chooses blocks of tokens by the means of their keys, beside keys and values for each head.
+BLOCK_INDEXED = {"qwen4_exp_text"}
 # Those with latent attention (MLA): layers that attend cache a latent and a rotated key for all their heads.
 LATENT = INDEXED | {
     "axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "longcat_flash", "minicpm3",
@@ -61,9 +64,6 @@ EITHER_WAY = {"qwen3_vl_moe_text"}
 SAME_AS = {"kimi_k2": "deepseek_v3"}
 WANTING = {
     "sparse attention by pooled keys, which the cache has no place for": ("glm5_next_text",),
-    "sparse attention by pooled keys, and layers that keep the last tokens and look them up in a table of n-grams": (
-        "qwen4_exp_text",
-    ),
     "sinks in latent attention: latents are stored around a mean, which only weights that sum to one restore": (
         "hy_v4", "hy_v4_vl_text",
     ),
@@ -129,7 +129,7 @@ JOINED: dict[str, tuple[str, tuple[str, ...]]] = {
     "sarvam_moe": ("query_key_value.", ("q_proj.", "k_proj.", "v_proj.")),
 }
 # Families some of whose layers share blocks, which are held in memory beside what layer 0 has of its own.
-SHARED_BLOCKS = {"zamba2"}
+SHARING = {"zamba2"}
 # Families whose modules have one matrix where files have several: part of its name, and those of its parts.
 MERGED: dict[str, tuple[str, tuple[str, ...]]] = {
     "minimax_m3_vl_text": (".gate_up_proj.", (".gate_proj.", ".up_proj.")),
@@ -247,6 +247,7 @@ WRAPPERS: Mapping[str, str] = {
     "qwen3_omni_moe_thinker": "qwen3_omni_moe_text",
     "qwen3_vl": "qwen3_vl_text",
     "qwen3_vl_moe": "qwen3_vl_moe_text",
+    "qwen4_exp": "qwen4_exp_text",
     "step3p7": "step3p5",
 }
 # Text models, and the type whose tensors of files theirs are read as, where that is not their own.

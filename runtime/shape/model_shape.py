@@ -47,6 +47,19 @@ class ExpertsShape:
 
 
 @dataclass(frozen=True, slots=True)
+class RowTable:
+    """A matrix of `rows` by `cols` that stays on the disk: of each token `per_token` rows are looked up."""
+
+    rows: int
+    cols: int
+    per_token: int
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.cols
+
+
+@dataclass(frozen=True, slots=True)
 class LayerShape:
     """One decoder layer: `dense` matrices and experts stream, `resident_numel` elements (norms, routers) stay."""
 
@@ -54,6 +67,7 @@ class LayerShape:
     dense: tuple[Matrix, ...]
     experts: ExpertsShape | None
     resident_numel: int
+    table: RowTable | None = None
 
     @property
     def streamed_numel(self) -> int:
@@ -158,9 +172,9 @@ class StoredFormat:
 class ModelShape:
     """A checkpoint as shards, elements and cache groups. `head` is None where it is tied to the embedding.
 
-    `stored` says what lies in its files. `widened_nbytes` are the bytes there of the largest quantized matrix, which
-    are read as one; 0 where none is quantized. `own_code` says that the checkpoint names code of its own, which is not
-    run.
+    Layers pass `streams` residual streams on, each of `hidden` elements. `stored` says what lies in its files.
+    `widened_nbytes` are the bytes there of the largest quantized matrix, which are read as one; 0 where none is
+    quantized. `own_code` says that the checkpoint names code of its own, which is not run.
     """
 
     model_type: str
@@ -176,6 +190,7 @@ class ModelShape:
     widened_nbytes: int = 0
     state_groups: tuple[StateGroup, ...] = ()
     own_code: bool = False
+    streams: int = 1
 
     @property
     def embedding_numel(self) -> int:
@@ -187,9 +202,15 @@ class ModelShape:
         return sum(layer.experts.count for layer in self.layers if layer.experts)
 
     @property
+    def tables(self) -> tuple[RowTable, ...]:
+        """The matrices of layers that stay on the disk."""
+        return tuple(layer.table for layer in self.layers if layer.table)
+
+    @property
     def parameters(self) -> int:
         """Number of all elements; tied ones count once."""
         layers = sum(layer.streamed_numel + layer.resident_numel for layer in self.layers)
+        layers += sum(table.numel for table in self.tables)
         return layers + self.embedding_numel + (self.head.numel if self.head else 0) + self.resident_numel
 
     @property
@@ -200,7 +221,8 @@ class ModelShape:
             for layer in self.layers
             if layer.experts
         )
-        return self.parameters - idle - (self.embedding_numel if self.head else 0)
+        looked_up = (self.embedding_numel if self.head else 0) + sum(table.numel for table in self.tables)
+        return self.parameters - idle - looked_up
 
 
 def shape_from_json(values: dict[str, Any]) -> ModelShape:

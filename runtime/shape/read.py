@@ -12,23 +12,17 @@ from ...offload.checkpoint.header import TensorEntry, described
 from ...offload.errors import BadCheckpoint
 from ...quant.formats.format import OPTION_DTYPES
 from ..settings.errors import UnsupportedModel
-from .config import (
-    ModelConfig,
-    attention_modules,
-    chosen_tokens,
-    head_dim,
-    kind,
-    kv_heads,
-    latent_size,
-    sharing_layers,
-    window,
-)
+from .config import ModelConfig, attention_modules, head_dim, kind, kv_heads, latent_size, sharing_layers, window
 from .config_fields import out_of_range
-from .families import EITHER_WAY, JOINED, MERGED, SHARED_BLOCKS, TEXT_AND_PICTURES
-from .model_shape import ExpertsShape, KVGroup, LayerShape, Matrix, ModelShape, StateGroup, StoredFormat
+from .families import EITHER_WAY, JOINED, MERGED, SHARING, TEXT_AND_PICTURES
+from .model_shape import ExpertsShape, KVGroup, LayerShape, Matrix, ModelShape, RowTable, StateGroup, StoredFormat
 from .quantized import ModelTensors, QuantizedWeight, ReadSmall, model_tensors
 
-_CONVOLUTION = re.compile(r"(^|[._])conv(1d)?\.weight$")
+_CONVOLUTION = re.compile(r"(?<!norm)(^|[._])conv(1d)?\.weight$")
+# The rows of a table of n-grams, in as many tensors as files cut it into.
+_TABLE = re.compile(r"^(.*\bngram_embedding)(?:\.shard_(\d{1,6}))?\.weight$")
+# A convolution beside that of the layer's mixer.
+_TABLE_CONVOLUTION = "ple.conv1d.weight"
 _ATTENTION = re.compile(r"(^|\.)(self_attn|attention|mixer)\.(k_proj|kv_a_proj_with_mqa)\.")
 # Modules under the name of attention that are recurrent.
 _RECURRENT_ATTENTION = re.compile(r"(^|\.)(self_attn|attention)\.\w*conv1d\.")
@@ -39,6 +33,12 @@ _State = tuple[int, int, tuple[int, ...]]
 def is_convolution(name: str) -> bool:
     """Whether a tensor of a layer holds the kernel [C, 1, K] of a causal convolution."""
     return _CONVOLUTION.search(name) is not None
+
+
+def table_part(name: str) -> tuple[str, int] | None:
+    """Of a tensor with rows of a table that stays on the disk: the table's module, and where its part stands in it."""
+    found = _TABLE.match(name)
+    return (found[1], int(found[2] or 0)) if found else None
 
 
 def attends(tensors: Mapping[str, TensorEntry]) -> bool:
@@ -57,7 +57,9 @@ def state_groups(config: ModelConfig, layers: Mapping[int, Mapping[str, TensorEn
     channels, width, recurrent = rule(config)
     found: dict[StateGroup, list[int]] = defaultdict(list)
     for index, tensors in sorted(layers.items()):
-        kernels = [entry.shape for name, entry in tensors.items() if is_convolution(name)]
+        kernels = [
+            entry.shape for name, entry in tensors.items() if is_convolution(name) and name != _TABLE_CONVOLUTION
+        ]
         if not width and not attends(tensors):
             found[StateGroup((), (), recurrent)].append(index)
         if not kernels:
@@ -66,6 +68,14 @@ def state_groups(config: ModelConfig, layers: Mapping[int, Mapping[str, TensorEn
         if sum(shape[0] for shape in kernels) != channels or {shape[1:] for shape in kernels} != {(1, width)}:
             raise UnsupportedModel(f"layer {index}: convolution {kernels}, config.json says {[channels, 1, width]}")
         found[StateGroup((), (channels, width - 1), recurrent)].append(index)
+    for index, tensors in sorted(layers.items()):
+        if (kernel := tensors.get(_TABLE_CONVOLUTION)) is not None:
+            wide, dilation = config.size("hc_count") * config.size("hidden_size"), config.size("ngram_size")
+            taps = config.size("ple_conv_kernel_size")
+            if kernel.shape != (wide, 1, taps):
+                raise UnsupportedModel(f"layer {index}: {kernel.name} is {kernel.shape}, wanted {[wide, 1, taps]}")
+            # Numbered behind the layers: a layer with one has two convolutions.
+            found[StateGroup((), (wide, (taps - 1) * dilation))].append(len(layers) + index)
     if not any(map(attends, layers.values())):
         raise UnsupportedModel("no layer has attention: models of recurrent layers alone do not run yet")
     return tuple(StateGroup(tuple(each), group.conv, group.recurrent) for group, each in found.items())
@@ -141,15 +151,19 @@ RECURRENT: Mapping[str, Callable[[ModelConfig], _State]] = {
     "qwen3_5_moe_text": _gated_delta,
     "qwen3_5_text": _gated_delta,
     "qwen3_next": _gated_delta,
+    "qwen4_exp_text": _gated_delta,
     "zamba2": _mamba2,
 }
 
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"experts\.(\d+)\.(.+)$")
-# Tensors that no pass needs: decays of lightning attention, which a model computes itself.
-_UNUSED = re.compile(r"\.(slope_rate|query_decay|key_decay|diagonal_decay)$")
-_INDEXER = re.compile(r"(^|\.)indexer\.(wk|k_proj)\.weight$")
+# Tensors that no pass needs, because a model computes them itself: decays of lightning attention, numbers that hash
+# n-grams.
+_UNUSED = re.compile(
+    r"\.(slope_rate|query_decay|key_decay|diagonal_decay|layer_multipliers|ngram_heads_vocab_sizes|ngram_heads_offsets)$"
+)
+_INDEXER = re.compile(r"(^|\.)indexer\.(wk|k_proj|index_qk_proj)\.weight$")
 _ROUTER = re.compile(r"(^|\.)(gate|gate\.wg|shared_expert_gate|router|router\.\w+)\.weight$")
 _DOWN = re.compile(r"(^|\.)(down_proj|w2|fc2|output_linear)(\.weight)?$")
 _OPTION_OF = {each.safetensors: name for name, each in OPTION_DTYPES.items()}
@@ -162,7 +176,8 @@ def is_router(name: str) -> bool:
 
 def is_matrix(name: str) -> bool:
     """Whether a two-dimensional tensor of a layer is a linear weight that is quantized and streamed."""
-    return name.endswith(".weight") and not name.endswith("norm.weight") and not is_router(name)
+    plain = name.endswith(".weight") and not name.endswith("norm.weight") and not is_router(name)
+    return plain and table_part(name) is None
 
 
 # Layers have the same names; more of them than this are no checkpoint's.
@@ -245,7 +260,7 @@ def divided(config: ModelConfig, entry: TensorEntry) -> Sequence[TensorEntry]:
     """
     if config.family.model_type == TEXT_AND_PICTURES:
         return _for_text(config, entry)
-    if config.family.model_type in SHARED_BLOCKS:
+    if config.family.model_type in SHARING:
         return [entry._replace(name=shared_name(config, entry.name))]
     joined, names = JOINED.get(config.family.model_type, ("", ()))
     if not joined or joined not in entry.name:
@@ -339,6 +354,7 @@ def model_shape(
         widened_nbytes=max((_matrix_nbytes(weight) for weight in found.quantized.values()), default=0),
         state_groups=state_groups(config, layers),
         own_code=config.own_code,
+        streams=config.get("hc_count") or 1,
     )
 
 
@@ -372,6 +388,8 @@ GROUPS = (EXPERTS, ATTENTION, FEED_FORWARD, OUTER, SMALL)
 def _group(name: str, entry: TensorEntry) -> str:
     if is_expert(name, entry):
         return EXPERTS
+    if table_part(name):
+        return OUTER
     if len(entry.shape) != 2 or not is_matrix(name):
         return SMALL
     return group_of(name)
@@ -384,7 +402,7 @@ def group_of(name: str) -> str:
 
 def _attending(config: ModelConfig, layers: Mapping[int, Mapping[str, TensorEntry]]) -> list[int]:
     """The layers that have keys and values: all of them, but in families that have recurrent ones."""
-    if config.family.model_type in SHARED_BLOCKS:
+    if config.family.model_type in SHARING:
         return sharing_layers(config)
     hybrid = config.family.model_type in RECURRENT
     return [index for index, tensors in sorted(layers.items()) if not hybrid or attends(tensors)]
@@ -406,7 +424,8 @@ def kv_groups(
         groups[kind(config, layer) == "minimax_m3_sparse", *key, *own].extend(attention_modules(config, layer))
     found = [KVGroup(tuple(layers), *key[1:]) for key, layers in groups.items()]  # type: ignore[arg-type]
     if config.is_indexed and (layers := tuple(indexing)):
-        found.append(KVGroup(layers, 1, config.size("index_head_dim"), None, chosen=chosen_tokens(config)))
+        size, chosen = config.index_key
+        found.append(KVGroup(layers, 1, size, None, chosen=chosen))
     return tuple(found)
 
 
@@ -417,7 +436,12 @@ def _layer(index: int, tensors: Mapping[str, TensorEntry], config: ModelConfig, 
         for name, entry in tensors.items()
         if name not in expert_names and len(entry.shape) == 2 and is_matrix(name)
     }
-    resident = [entry for name, entry in tensors.items() if name not in dense and name not in expert_names]
+    parts = [entry for name, entry in tensors.items() if table_part(name)]
+    resident = [
+        entry
+        for name, entry in tensors.items()
+        if name not in dense and name not in expert_names and not table_part(name)
+    ]
     matrices = tuple(
         Matrix(
             name.removesuffix(".weight"), sum(part.shape[0] for part in parts), parts[0].shape[1],
@@ -429,7 +453,17 @@ def _layer(index: int, tensors: Mapping[str, TensorEntry], config: ModelConfig, 
         )
         for name, parts in sorted(_merged(config, dense).items())
     )  # fmt: skip
-    return LayerShape(index, matrices, experts, sum(entry.numel for entry in resident))
+    numel = sum(entry.numel for entry in resident)
+    return LayerShape(index, matrices, experts, numel, _table(parts, config) if parts else None)
+
+
+def _table(parts: Sequence[TensorEntry], config: ModelConfig) -> RowTable:
+    """Raises UnsupportedModel unless the parts are matrices with as many columns, of one dtype of floats."""
+    kinds = {(entry.dtype, entry.shape[1:]) for entry in parts}
+    dtype, columns = min(kinds)
+    if len(kinds) > 1 or len(columns) != 1 or dtype not in _OPTION_OF:
+        raise UnsupportedModel(f"{described(parts[0].name)} and parts beside it are of kinds {sorted(kinds)[:3]}")
+    return RowTable(sum(entry.shape[0] for entry in parts), columns[0], config.table_rows)
 
 
 def _uses(config: ModelConfig, name: str) -> int:

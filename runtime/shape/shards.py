@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ...quant.formats.format import CODE_BITS, OPTION_DTYPES, QUANT_FORMATS, FormatError, Layout, get_format
+from ...quant.formats.format import CODE_BITS, OPTION_DTYPES, QUANT_FORMATS, ROWS, FormatError, Layout, get_format
 from ...quant.scratch import scratch_nbytes
 from ..settings.errors import SettingError
 from .families import EITHER_WAY, SUPPORTED, family
@@ -106,15 +106,33 @@ def layout_for(shape: tuple[int, int], format_name: str, dtype: str, order: str 
     """
     chosen = get_format(format_name)
     try:
-        return (chosen.in_order(order) if order in chosen.orders else chosen).layout(shape, dtype)
+        same = order in chosen.orders and (order != ROWS or shape[0] % chosen.own_block == 0)
+        return (chosen.in_order(order) if same else chosen).layout(shape, dtype)
     except FormatError:
         return get_format("int8").layout(shape, dtype)
 
 
+# Popular rows of a matrix that stays on the disk, and what its rows are read through.
+POPULAR_NBYTES = 16 << 20
+READING_NBYTES = 16 << 20
+
+
 def resident_nbytes(shape: ModelShape, dtype: str) -> int:
-    """Bytes that are always in memory: embedding, norms, routers, biases."""
+    """Bytes that are always in memory: embedding, norms, routers, biases, popular rows of tables on the disk."""
     numel = shape.embedding_numel + shape.resident_numel + sum(layer.resident_numel for layer in shape.layers)
-    return numel * ITEM_NBYTES[dtype]
+    return numel * ITEM_NBYTES[dtype] + len(shape.tables) * (POPULAR_NBYTES + READING_NBYTES)
+
+
+def tables_nbytes(shape: ModelShape) -> int:
+    """Bytes of matrices that stay on the disk, in the dtype of the files."""
+    return sum(table.numel for table in shape.tables) * ITEM_NBYTES[shape.dtype]
+
+
+def token_rows_nbytes(shape: ModelShape, embedding: str | None = None) -> int:
+    """Bytes of the rows that are looked up on the disk for a token: of tables, and of the `embedding` in that dtype
+    where it stays there, too."""
+    tables = sum(table.per_token * table.cols for table in shape.tables) * ITEM_NBYTES[shape.dtype]
+    return tables + (shape.hidden * ITEM_NBYTES[embedding] if embedding else 0)
 
 
 def workspace_nbytes(shape: ModelShape, format_name: str, dtype: str, deterministic: bool) -> int:
@@ -218,6 +236,12 @@ class ModelShards:
     def nbytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers) + (self.head.nbytes if self.head else 0)
 
+    @property
+    def shared_nbytes(self) -> int:
+        """Bytes of the blocks that layers share; 0 where there are none."""
+        matrices = self.layers[0].dense.matrices
+        return sum(matrix.layout.nbytes for matrix in matrices if matrix.name.startswith(SHARED))
+
     def packed_nbytes(self) -> dict[str, int]:
         """Bytes of matrices by their actual format."""
         nbytes: Counter[str] = Counter()
@@ -268,8 +292,9 @@ def _shard(matrices: tuple[Matrix, ...], format_name: str, dtype: str, order: st
 
 
 def weights_nbytes(shape: ModelShape, format_name: str, dtype: str) -> int:
-    """Bytes of all weights with matrices packed in a format, the rest in `dtype`."""
-    return resident_nbytes(shape, dtype) + model_shards(shape, format_name, dtype).nbytes
+    """Bytes of all weights with matrices packed in a format, tables as in the files, and the rest in `dtype`."""
+    small = resident_nbytes(shape, dtype) + tables_nbytes(shape)
+    return small + model_shards(shape, format_name, dtype).nbytes
 
 
 def lies_unpacked(shape: ModelShape, format_name: str, dtype: str) -> bool:

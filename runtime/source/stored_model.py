@@ -5,30 +5,43 @@ A prepared store opens without its checkpoint. Knows what is in it; where stores
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...offload.checkpoint.checkpoint import read_inside
+from ...offload.checkpoint.checkpoint import Checkpoint, read_inside
+from ...offload.checkpoint.header import TensorEntry
 from ...offload.errors import BadStore
 from ...offload.store.manifest import RESIDENT_FILE, LinkedShard, LinkedTensor
-from ...offload.store.shard_file import ShardExtent, damage, is_sound, read_rows, read_shard
+from ...offload.store.shard_file import damage, is_sound, read_shard
 from ...offload.store.store import Store
 from ...offload.store.writer import StoreWriter, TensorSpec
+from ...offload.stream.rows import TablePart, TableReader
 from ...quant.tensor import SAFETENSORS_DTYPES
 from ..settings.errors import UnsupportedModel
+from ..shape.read import table_part
+from ..shape.shards import POPULAR_NBYTES
 from ..text.folder import SMALL_FILES
 
 FILE_PREFIX = "file:"
 _NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
+_CHUNK_NBYTES = 4 << 20
 
 
-# Finds a tensor's bytes, by its name, in the checkpoint's files.
-FindLinked = Callable[[str, memoryview], LinkedShard | None]
+class FindsLinked(Protocol):
+    """Finds bytes in the checkpoint's files (weights/linking.py)."""
+
+    def find_resident(self, name: str, data: memoryview) -> LinkedShard | None:
+        """Where `data`, a tensor under that name, lies; None where it does not."""
+
+    def link_whole(self, names: Sequence[str]) -> LinkedShard:
+        """The shard that tensors of the files make one behind the other."""
 
 
 def carried_files(folder: Path) -> dict[str, Path]:
@@ -37,17 +50,23 @@ def carried_files(folder: Path) -> dict[str, Path]:
 
 
 def write_resident(
-    writer: StoreWriter, model: PreTrainedModel, folder: Path, find: FindLinked = lambda name, data: None
+    writer: StoreWriter, model: PreTrainedModel, checkpoint: Checkpoint, folder: Path, linker: FindsLinked | None = None
 ) -> None:
-    """The parameters that are not packed, and the checkpoint's small files; what `find` finds is named, not copied."""
+    """The parameters that are not packed, tables, and the checkpoint's small files; what `linker` finds is named, not
+    copied."""
     if writer.has(RESIDENT_FILE):
         return
-    tensors = {name: parameter.detach().contiguous() for name, parameter in _resident_tensors(model)}
+    tables = table_tensors(checkpoint)
+    tensors = {name: each.detach().contiguous() for name, each in _resident_tensors(model) if name not in tables}
     for name, path in carried_files(folder).items():
         data = read_inside(folder, path.name, SMALL_FILES[path.name])
         tensors[name] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     specs = {name: TensorSpec(name, _NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
-    found = {name: find(name, _view(tensor)) for name, tensor in tensors.items()}
+    specs |= {name: _table_spec(name, [checkpoint.entries[part] for part in parts]) for name, parts in tables.items()}
+    found: dict[str, LinkedShard | None] = {}
+    if linker is not None:
+        found = {name: linker.find_resident(name, _view(tensor)) for name, tensor in tensors.items()}
+        found |= {name: linker.link_whole(parts) for name, parts in tables.items()}
     linked = {
         name: LinkedTensor(specs[name].dtype, specs[name].shape, (shard,)) for name, shard in found.items() if shard
     }
@@ -55,21 +74,38 @@ def write_resident(
         for name, tensor in tensors.items():
             if name not in linked:
                 file.write(name, 0, _view(tensor))
+        for name in tables.keys() - linked.keys():
+            for part in tables[name]:
+                _copy_whole(checkpoint, part, partial(file.write, name, 0))
         file.linked.update(linked)
 
 
-class StoredEmbedding(nn.Module):
-    """An embedding [V, D] whose rows are read from the disk as passes gather them: thousands of tokens, not all.
+def _table_spec(name: str, parts: Sequence[TensorEntry]) -> TensorSpec:
+    return TensorSpec(name, parts[0].dtype, (sum(each.shape[0] for each in parts), parts[0].shape[1]))
 
-    `inner` computes with them: some models scale what they look up.
+
+def _copy_whole(checkpoint: Checkpoint, name: str, write: Callable[[memoryview], None]) -> None:
+    nbytes = checkpoint.entries[name].nbytes
+    for begin in range(0, nbytes, _CHUNK_NBYTES):
+        chunk = memoryview(bytearray(min(_CHUNK_NBYTES, nbytes - begin)))
+        checkpoint.read_into(name, chunk, begin)
+        write(chunk)
+
+
+class StoredEmbedding(nn.Module):
+    """An embedding [V, D] whose rows are read from the disk as passes look them up: thousands of tokens, not all.
+
+    `inner` computes with them: some models scale what they look up. `stored` is the dtype of the rows, which become
+    those of `inner`.
     """
 
-    def __init__(self, inner: nn.Embedding, extent: ShardExtent, dtype: torch.dtype) -> None:
+    def __init__(self, inner: nn.Embedding, parts: Sequence[TablePart], stored: torch.dtype) -> None:
         super().__init__()
         self.inner = inner
-        self._extent = extent
-        self._shape, self._dtype = inner.weight.shape, dtype
-        inner.weight = nn.Parameter(torch.empty(0, self._shape[1], dtype=dtype), requires_grad=False)
+        self._stored = stored
+        self.reader = TableReader(parts, inner.weight.shape[1] * stored.itemsize, POPULAR_NBYTES)
+        empty = torch.empty(0, inner.weight.shape[1], dtype=inner.weight.dtype)
+        inner.weight = nn.Parameter(empty, requires_grad=False)
         # It would be an index of all rows.
         inner.padding_idx = None
 
@@ -79,19 +115,48 @@ class StoredEmbedding(nn.Module):
         return self.inner.weight
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        wanted, places = torch.unique(token_ids, return_inverse=True)
-        if len(wanted) and not 0 <= int(wanted[0]) <= int(wanted[-1]) < self._shape[0]:
-            raise IndexError(f"token ids from {wanted[0]} to {wanted[-1]}, wanted 0 to {self._shape[0] - 1}")
-        rows = torch.empty(len(wanted), self._shape[1], dtype=self._dtype)
-        read_rows(self._extent, wanted.tolist(), self._shape[1] * self._dtype.itemsize, _view(rows))
-        self.inner.weight = nn.Parameter(rows, requires_grad=False)
-        found: torch.Tensor = self.inner(places)
+        wanted, places = torch.unique(token_ids.cpu(), return_inverse=True)
+        rows = torch.from_numpy(self.reader.read(wanted.numpy(), places.numel())).view(self._stored)
+        self.inner.weight = nn.Parameter(rows.to(self.inner.weight.dtype), requires_grad=False)
+        found: torch.Tensor = self.inner(places).to(token_ids.device)
         return found
 
 
+def row_readers(model: nn.Module) -> list[TableReader]:
+    """The readers of a model's embeddings and tables that stay on the disk."""
+    return [module.reader for module in model.modules() if isinstance(module, StoredEmbedding)]
+
+
+def table_tensors(checkpoint: Checkpoint) -> dict[str, list[str]]:
+    """The tensors that hold the rows of each table that stays on the disk, in their order, by the table's parameter."""
+    found: dict[str, dict[int, str]] = defaultdict(dict)
+    for name in checkpoint.entries:
+        if part := table_part(name):
+            found[f"{part[0]}.weight"][part[1]] = name
+    return {table: [parts[index] for index in sorted(parts)] for table, parts in found.items()}
+
+
+def read_tables(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
+    """Gives a model the tables that stay in its checkpoint's files."""
+    for table, names in table_tensors(checkpoint).items():
+        entries = [checkpoint.entries[name] for name in names]
+        files = [checkpoint.folder / checkpoint.file_of(name) for name in names]
+        parts = [TablePart(file, each.begin, each.shape[0]) for file, each in zip(files, entries, strict=True)]
+        _keep_on_disk(model, table, parts, entries[0].dtype)
+
+
+def _keep_on_disk(model: PreTrainedModel, name: str, parts: Sequence[TablePart], dtype: str) -> None:
+    path = name.removesuffix(".weight")
+    embedding = model.get_submodule(path)
+    assert isinstance(embedding, nn.Embedding)
+    if (found := sum(part.rows for part in parts)) != embedding.num_embeddings:
+        raise UnsupportedModel(f"{name} has {found} rows, wanted {embedding.num_embeddings}")
+    model.set_submodule(path, StoredEmbedding(embedding, parts, SAFETENSORS_DTYPES[dtype]))
+
+
 def read_resident(store: Store, model: PreTrainedModel, *, tied: bool, rows_from_disk: bool) -> None:
-    """Gives a meta model, whose head may be `tied`, its resident parameters; with `rows_from_disk`, embeddings that
-    only look up stay there.
+    """Gives a meta model, whose head may be `tied`, its resident parameters; tables stay on the disk, and with
+    `rows_from_disk` embeddings that only look up do.
 
     Raises UnsupportedModel where the store has other ones, BadStore.
     """
@@ -107,11 +172,14 @@ def read_resident(store: Store, model: PreTrainedModel, *, tied: bool, rows_from
     for name, tensor in stored.items():
         path, _, attribute = name.rpartition(".")
         module, extent = model.get_submodule(path), tensor.extent
-        looked_up = isinstance(module, nn.Embedding) and module is not whole
-        if rows_from_disk and looked_up and len(extent.parts) == 1:
-            if not is_sound(extent):
+        looked_up, is_table = isinstance(module, nn.Embedding) and module is not whole, table_part(name) is not None
+        if is_table or (rows_from_disk and looked_up):
+            # All of a table takes minutes to read: `moedge prepare` does.
+            if not is_table and not is_sound(extent):
                 raise BadStore(damage(extent))
-            model.set_submodule(path, StoredEmbedding(module, extent, SAFETENSORS_DTYPES[tensor.dtype]))
+            row_nbytes = extent.nbytes // tensor.shape[0]
+            parts = [TablePart(part.path, part.offset, part.nbytes // row_nbytes) for part in extent.parts]
+            _keep_on_disk(model, name, parts, tensor.dtype)
             continue
         value = torch.empty(tensor.shape, dtype=SAFETENSORS_DTYPES[tensor.dtype])
         read_shard(extent, _view(value))

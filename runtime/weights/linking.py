@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from ...offload.checkpoint.checkpoint import Checkpoint
+from ...offload.errors import BadCheckpoint
 from ...offload.store.manifest import LinkedPart, LinkedShard, SourceFile
 from ...quant.tensor import SAFETENSORS_DTYPES, is_finite
 from ..shape.read import LAYER, expert_index, with_expert_index
@@ -150,6 +151,16 @@ class Linker:
             self._resident = RunFinder(self._checkpoint, map(self._whole, names))
         runs = self._resident.find(data) if len(data) else None
         return LinkedShard(zlib.crc32(data), tuple(_joined(self._parts(0, runs)))) if runs else None
+
+    def link_whole(self, names: Sequence[str]) -> LinkedShard:
+        """The shard that tensors make one behind the other. Raises BadCheckpoint for NaN and infinity."""
+        runs, begin = list[ShardRun](), 0
+        for run in map(self._whole, names):
+            runs.append(ShardRun(begin, run))
+            begin += run.nbytes
+        if (found := self.link(runs)) is None:
+            raise BadCheckpoint(f"{runs[0].run.name} or a part behind it has weights that are NaN or infinite")
+        return found
 
     def _moved(self, run: TensorRun, expert: int) -> TensorRun:
         if expert_index(run.name) is None:

@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from moedge.moe import expert
-from moedge.moe.expert import ExpertGroups
 from moedge.moe.streaming_mode import Mode
 from moedge.runtime.plan.planner import Settings
 from moedge.runtime.source.model_source import open_source
@@ -64,7 +63,7 @@ def count(
             capability, share, mode = WAYS[way]
             fake = fakes.FakeDevice(capability=capability)
             plan = case.plan(fake.device, share)
-            assert plan.grouped_experts == (capability == AMPERE)
+            assert plan.grouped_products == (capability == AMPERE)
             assert (plan.held_nbytes < plan.weights_nbytes) == (share < 1)
             with host_cost.HostCost(fake, fakes) as costs:
                 found: Figures = host_cost.passes(case, costs, plan, fake.device, mode)
@@ -97,9 +96,9 @@ def test_one_more_wait_in_a_layer_is_too_many(count: Callable[[str], Figures], m
     """Negative control: a layer that looks at one tensor more, as anybody might write it."""
     combine = expert.combine
 
-    def looks(rows: torch.Tensor, groups: ExpertGroups, weights: torch.Tensor) -> torch.Tensor:
-        groups.assignment_rows.tolist()
-        return combine(rows, groups, weights)
+    def looks(rows: torch.Tensor, assignment_rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        assignment_rows.tolist()
+        return combine(rows, assignment_rows, weights)
 
     monkeypatch.setattr(expert, "combine", looks)
     found, ceilings = count("held, no kernels"), recorded()["figures"]["held, no kernels"]

@@ -47,7 +47,7 @@ EXACT = ("--dtype", "fp32", "--quant", "none", "--kv", "fp32", "--tokens-per-pas
 def few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of each kind, and nothing launched at load: the interpreter takes its time."""
     monkeypatch.setattr(selftest, "_QUANTIZED", ())
-    monkeypatch.setattr(load, "warm_up_experts", lambda *_: None)
+    monkeypatch.setattr(load, "warm_up_products", lambda *_: None)
     needs = KernelNeeds("fp32", ((2, 2, 16, None),), ((64, 32),))
     monkeypatch.setattr(selftest, "usual_needs", lambda device: needs)
     monkeypatch.setattr(products, "FORMATS", ("none",))
@@ -136,7 +136,7 @@ def test_kernels_that_are_right_are_used_and_nothing_is_said(
     assert (code, answers) == (0, wanted)
     plan = summary["plan"]
     assert (plan["lacks"], plan["notes"]) == ({}, [])
-    assert (plan["attention"], plan["grouped_experts"], plan["stores_by_kernel"]) == ("triton", True, True)
+    assert (plan["attention"], plan["grouped_products"], plan["stores_by_kernel"]) == ("triton", True, True)
     assert min(fake.launched[name] for name in ("attend_pages", "grouped_product", "store_tokens")) > 0
     assert "torch computes" not in capsys.readouterr().err
 
@@ -165,7 +165,7 @@ def test_a_broken_family_falls_back_alone_and_the_job_ends(
     assert [finding.verdict for finding in findings] == ["warn", "ok"]
     assert reason in findings[0].found
     used = {"attention": plan["attention"] == "triton", "cache": plan["stores_by_kernel"]}
-    used["experts"] = plan["grouped_experts"]
+    used["experts"] = plan["grouped_products"]
     assert used == {name: name != family for name in KERNELS}
     passes = {name: sum(fake.launched[kernel] for kernel in KERNELS[name]) > 0 for name in KERNELS}
     assert passes == used

@@ -71,7 +71,7 @@ AMPERE = Gpu((8, 6), 28)
     ("gpu", "quant", "attention", "grouped"),
     [
         (AMPERE, "nf4", "triton", True),
-        (AMPERE, "int4", "triton", False),
+        (AMPERE, "int4", "triton", True),
         (Gpu((7, 5), 14), "nf4", "triton", False),
         (Gpu((8, 6), 28, Lacks.everything("Triton is not installed")), "nf4", "torch", False),
         (Gpu((8, 6), 28, Lacks(attention="it does not compile")), "nf4", "torch", True),
@@ -88,8 +88,8 @@ def test_kernels_are_planned_where_they_run_and_their_scratch_is_counted(
         make_plan(shape, settings, MemoryBudget(AMPLE, replace(ROOM, nbytes=1 << 32, gpu=each)), JOB)
         for each in (gpu, WITHOUT_KERNELS)
     ]
-    assert (plans[0].attention, plans[0].grouped_experts) == (attention, grouped)
-    assert (plans[1].attention, plans[1].grouped_experts) == ("torch", False)
+    assert (plans[0].attention, plans[0].grouped_products) == (attention, grouped)
+    assert (plans[1].attention, plans[1].grouped_products) == ("torch", False)
     # Grouped experts alone take a tenth more.
     assert (plans[0].scratch_nbytes > 1.2 * plans[1].scratch_nbytes) == (attention == "triton")
     assert plans[0].lacks == gpu.lacks.reasons

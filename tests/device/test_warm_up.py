@@ -51,7 +51,7 @@ def test_experts_products_are_launched_in_all_tiles_at_load(
     tiny = replace(tiny, settings=settings)
     with fakes.FakeDevice(2, capability=AMPERE) as fake:
         plan = tiny.plan(fake.device)
-        assert plan.grouped_experts
+        assert plan.grouped_products
         loaded = load_engine(tiny.source, plan, None, fake.device)
         at_load = products(launched)
         # 16 rows, 32 and 64; with the activation and without.
@@ -99,7 +99,7 @@ def test_a_rehearsal_decodes_over_keys_that_are_split(case: Any, fakes: ModuleTy
     with fakes.FakeDevice(2, capability=AMPERE) as fake:
         plan = replace(tiny, lengths=(280,)).plan(fake.device)
         # The interpreter takes its time.
-        plan = replace(plan, grouped_experts=False, stores_by_kernel=False)
+        plan = replace(plan, grouped_products=False, stores_by_kernel=False)
         loaded = load_engine(tiny.source, plan, None, fake.device)
         launched.clear()
         rehearse(loaded, plan, job, repeat(7))

@@ -91,9 +91,9 @@ def test_tensors_that_are_not_aligned_are_refused() -> None:
 
 def test_codes_in_the_order_of_a_cpu_kernel_are_not_taken() -> None:
     packed = pack(torch.randn(64, 64), "int4")
-    assert [GroupedProduct(DEVICE).takes([each]) for each in (packed, relayout(packed, ROWS))] == [False, True]
+    assert [GroupedProduct(DEVICE).takes(each.layout) for each in (packed, relayout(packed, ROWS))] == [False, True]
 
 
 def test_rows_that_leave_biases_unaligned_are_not_taken() -> None:
     matrices = [Product.make(Case("none", num_rows, 64)).matrices for num_rows in (40, 42)]
-    assert [GroupedProduct(DEVICE).takes(each) for each in matrices] == [True, False]
+    assert [GroupedProduct(DEVICE).takes(*(one.layout for one in each)) for each in matrices] == [True, False]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moedge.runtime.attention import blocks as choices
-from moedge.runtime.attention.blocks import BlockAttention, BlockChooser
+from moedge.runtime.attention.blocks import BlockAttention, HeadBlockChooser
 from moedge.runtime.attention.protocol import AttentionCall, BlockQuery, PassSlots
 from moedge.runtime.engine.sequence import Sequence, pack
 from moedge.runtime.kv.cache import KVCache
@@ -82,7 +82,7 @@ def test_tokens_are_those_of_transformers(
         assert isinstance(backend, BlockAttention)
         # Two layers choose; all tokens behind the first KEPT do, once at least.
         late = sum(max(0, len(ids) + len(tokens) - 1 - KEPT) for ids, tokens in zip(ROWS, found, strict=True))
-        assert backend.chooser.num_chosen >= 2 * (late - counts.prefix_hit_tokens) > 0
+        assert backend.head_chooser.num_chosen >= 2 * (late - counts.prefix_hit_tokens) > 0
         assert (counts.preemptions > 0) == (counts.recomputed_tokens > KEPT) == (way == "preempted")
         assert (counts.prefix_hit_tokens > 0) >= (way == "chunks")
     model = stock(folder)
@@ -128,14 +128,14 @@ CHUNKS = ((0, 61), (13, 9), (40, 30), (62, 1), (90, 1))
 LAYER, HEADS, DIM, BLOCK = 3, 2, 24, 8
 
 
-def a_pass(local: int) -> tuple[BlockChooser, Any, BlockQuery, list[torch.Tensor]]:
+def a_pass(local: int) -> tuple[HeadBlockChooser, Any, BlockQuery, list[torch.Tensor]]:
     """The chooser with the keys of a pass over CHUNKS and of what was before, and the keys of each sequence."""
     sizes = {"block": 7, "blocks": 3, "local": local}
     pool = KVPool(KVSpec(KVGroup((LAYER,), 1, DIM, None, chosen=21), "fp32", BLOCK), len(CHUNKS) * 16)
     # What the last owner of a block left there.
     pool.memory.bytes.fill_(255)
     cache, generator = KVCache([pool]), torch.Generator().manual_seed(2)
-    chooser = BlockChooser(cache, PassSlots(cache, "cpu"), "cpu")
+    chooser = HeadBlockChooser(cache, PassSlots(cache, "cpu"), "cpu")
     packed, kept = [], []
     for index, (past, count) in enumerate(CHUNKS):
         sequence = Sequence([0] * (past + count), SequenceSampling(1))

@@ -12,7 +12,7 @@ from support.tiny_families import FEATURES
 
 # `make matrix ARGS=--quick` runs qwen3_moe and gpt_oss.
 @pytest.mark.sample("llama4_text")
-@pytest.mark.parametrize("family", [*FEATURES, "axk2", "glm_moe_dsa", "nemotron"])
+@pytest.mark.parametrize("family", [*FEATURES, "axk2", "glm_moe_dsa", "nemotron", "qwen4_exp_text"])
 def test_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     assert run_family(family, tmp_path).failure == ""
 

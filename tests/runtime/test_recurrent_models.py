@@ -144,7 +144,8 @@ def logits_of(folder: Path, way: Way, monkeypatch: pytest.MonkeyPatch) -> dict[t
 @pytest.mark.numerics
 @pytest.mark.sample("lfm2")
 @pytest.mark.parametrize(
-    "family", ["qwen3_next", "granitemoehybrid", "jamba", "lfm2", "falcon_h1", "kimi_linear", "minimax"]
+    "family",
+    ["qwen3_next", "granitemoehybrid", "jamba", "lfm2", "falcon_h1", "kimi_linear", "minimax", "qwen4_exp_text"],
 )
 def test_where_prompts_are_cut_shows_in_no_bit(
     family: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
@@ -180,7 +181,9 @@ def test_fewer_tokens_a_pass_than_a_cut_are_refused(checkpoint: Callable[[str], 
 
 
 @pytest.mark.sample("qwen3_next")
-@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "bailing_hybrid", "minimax", "lfm3", "zamba2"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_next", "kimi_linear", "bailing_hybrid", "minimax", "lfm3", "qwen4_exp_text", "zamba2"]
+)
 def test_samples_of_a_prompt_go_on_from_copies_of_its_state(family: str, checkpoint: Callable[[str], Path]) -> None:
     rows = prompts()[1:3]
 

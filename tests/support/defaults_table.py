@@ -17,16 +17,16 @@ from moedge.runtime.shape.families import SUPPORTED
 # The fields of a config that runtime/shape reads.
 _FIELDS = (
     "attention_chunk_size", "attention_k_eq_v", "conv_kernel", "conv_L_cache", "enable_moe_block",
-    "first_k_dense_replace", "global_attn_every_n_layers", "head_dim", "hidden_size", "index_block_size",
-    "index_head_dim", "index_n_heads", "index_topk", "index_topk_blocks",
+    "first_k_dense_replace", "global_attn_every_n_layers", "hc_count", "head_dim", "heads_per_ngram", "hidden_size",
+    "index_block_size", "index_head_dim", "index_n_heads", "index_topk", "index_topk_blocks",
     "intermediate_size", "kv_lora_rank", "linear_conv_kernel_dim", "linear_head_dim", "linear_key_head_dim",
     "linear_num_heads", "linear_num_key_heads", "linear_num_value_heads", "linear_value_head_dim", "mamba_d_conv",
     "mamba_d_ssm", "mamba_d_state", "mamba_expand", "mamba_head_dim", "mamba_n_groups", "mamba_n_heads",
     "mamba_ngroups", "mamba_num_heads", "max_position_embeddings", "max_window_layers", "moe_k", "moe_num_experts",
-    "moe_topk", "n_groups", "n_mamba_heads", "n_routed_experts", "no_rope_layer_interval", "num_attention_heads",
-    "num_experts", "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads", "num_layers", "num_local_experts",
-    "num_mem_blocks",
-    "num_nextn_predict_layers", "pad_token_id", "prefix_dense_sliding_window_pattern", "qk_nope_head_dim",
+    "moe_topk", "n_groups", "n_mamba_heads", "n_routed_experts", "ngram_size", "no_rope_layer_interval",
+    "num_attention_heads", "num_experts", "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads",
+    "num_layers", "num_local_experts", "num_mem_blocks", "num_nextn_predict_layers", "pad_token_id",
+    "ple_conv_kernel_size", "prefix_dense_sliding_window_pattern", "qk_nope_head_dim",
     "qk_rope_head_dim", "short_conv_kernel_size", "sliding_window", "sliding_window_pattern", "ssm_state_size",
     "tie_word_embeddings", "top_k_experts", "use_sliding_window", "v_head_dim", "vocab_size", "zero_expert_num",
 )  # fmt: skip
@@ -65,7 +65,7 @@ def _counted(values: dict[str, Any]) -> dict[str, str]:
 _TRANSPOSED = {"aria_text", "gpt_oss", "llama4_text"}
 
 # Families whose modules leave elements unrotated where a file says so, and whose defaults do not say it.
-_PARTIAL = {"glm4v_text", "step3p5"}
+_PARTIAL = {"glm4v_text", "qwen4_exp_text", "step3p5"}
 # One whose files give rotary parameters for each kind of layer, and whose defaults give none.
 _BY_KIND = {"cohere_compass_text"}
 

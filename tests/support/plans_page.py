@@ -142,7 +142,7 @@ def kept(found: PlanResult | None) -> dict[str, Any] | None:
         "tokens": plan.tokens_per_pass,
         "tok_s": float(f"{told.generated_tok_s:.3g}"),
         "bottleneck": told.bottleneck,
-        "grouped": plan.grouped_experts,
+        "grouped": plan.grouped_products,
         "seconds": {quant: float(f"{seconds:.4g}") for quant, seconds in found.seconds.items()},
     }
 

@@ -179,6 +179,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3_omni_moe_text": {"sliding_window": None, "norm_topk_prob": True, "rope_parameters": MROPE},
     "qwen3_vl_moe_text": {"rope_parameters": MROPE},
     "qwen3_vl_text": {"rope_parameters": MROPE},
+    "qwen4_exp_text": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"], "hc_count": 3,
+        "hc_lowrank": 20, "ple_layer_ids": [1, 3], "ple_embed_dim": 60, "ngram_size": 3, "heads_per_ngram": 5,
+        "ngram_vocab_size_base": 211, "make_ngram_vocab_size_divisible_by": 7, "split_ngram_parts": 7,
+        "indexer_n_heads": 8, "indexer_kv_heads": 1, "indexer_head_dim": 24, "indexer_budget": 24,
+        "indexer_compress_ratio": 4, "rope_parameters": SHORT_MROPE | {"partial_rotary_factor": 0.5}, **GATED_DELTA,
+    },
     "sarvam_mla": {"num_key_value_heads": 4, "n_group": 4, "topk_group": 2},
     "smollm3": {"use_sliding_window": True, "no_rope_layer_interval": 2, "pad_token_id": 0},
     "step3p5": {
@@ -234,26 +241,30 @@ FEATURES = (
 
 
 def tiny_config(family: str, **sizes: Any) -> Any:
-    """The configuration of a family's tiny checkpoint, an instance of transformers' class; `sizes` replace SIZES."""
+    """The configuration of a family's tiny checkpoint, an instance of transformers' class; `sizes` replace SIZES.
+
+    Those that are not among SIZES replace SETTINGS.
+    """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     config_class = CONFIG_MAPPING[family]
     known = {field.name for field in dataclasses.fields(config_class)}
+    own = {name: value for name, value in sizes.items() if name not in SIZES}
     sizes = {name: value for name, value in {**SIZES, **sizes}.items() if name in known}
-    return config_class(**{**sizes, **SETTINGS.get(family, {})})
+    return config_class(**{**sizes, **SETTINGS.get(family, {}), **own})
 
 
 def stored_numel(model: Any) -> int:
     """Elements of a model's checkpoint: parameters, tied ones once, and buffers that are kept.
 
-    Without what no pass multiplies with: first matrices of experts that return their input, and decays of lightning
-    attention.
+    Without what no pass multiplies with: first matrices of experts that return their input, decays of lightning
+    attention, and numbers that hash n-grams.
     """
     idle = [one for one in model.modules() if hasattr(one, "zero_expert_num") and hasattr(one, "down_proj")]
     unused = sum(one.gate_up_proj[one.num_routed_experts :].numel() for one in idle)
     kept = model.state_dict().keys()
     named = {**dict(model.named_parameters()), **{name: one for name, one in model.named_buffers() if name in kept}}
-    parts = (".slope_rate", "_decay")
+    parts = (".slope_rate", "_decay", ".layer_multipliers", ".ngram_heads_")
     return sum(one.numel() for name, one in named.items() if not any(part in name for part in parts)) - unused
 
 

@@ -92,6 +92,8 @@ class PassStates:
     """
 
     pool: StatePool
+    # Of the running pass.
+    batch: Batch
 
     def __init__(self) -> None:
         self.tiled = self.stepwise = False
@@ -103,6 +105,7 @@ class PassStates:
 
     def begin(self, batch: Batch, device: torch.device) -> None:
         """The layers that are called now compute this pass."""
+        self.batch = batch
         most = SCAN_CHUNK if self.tiled else SCANNED_TOKENS
         self._pieces = [piece for chunk in batch.chunks for piece in _cut(chunk, self._scanned(chunk), most)]
         # Sequences that step from the end of a prefix on: the step changes their own state.

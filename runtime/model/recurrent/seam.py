@@ -30,6 +30,7 @@ from ...kv.spec import SCAN_CHUNK, SCAN_TOKENS
 from ...settings.errors import UnsupportedModel
 from ...shape.config import ModelConfig
 from ...shape.read import RECURRENT
+from .ngrams import adapt_ngrams
 from .pass_states import PassStates
 
 # Tokens that the chunks of Kimi Delta Attention get at a time: transformers' torch code makes a matrix of pairs of a
@@ -327,7 +328,9 @@ def adapt_recurrences(model: nn.Module, config: ModelConfig) -> PassStates | Non
     logging.get_logger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
     states, adapted = PassStates(), 0
     for module in model.modules():
-        if any(isinstance(child, nn.Conv1d) for child in module.children()):
+        if hasattr(module, "short_conv_state_len"):
+            adapt_ngrams(module, states, config.size("num_hidden_layers"))
+        elif any(isinstance(child, nn.Conv1d) for child in module.children()):
             _adapt(module, states)
             adapted += 1
         elif hasattr(module, "slope_rate"):

@@ -20,6 +20,7 @@ from moedge.runtime.settings.errors import DoesNotFit, SettingError
 from moedge.runtime.settings.settings import Budgets
 from moedge.runtime.source.model_source import ModelSource, open_source
 from support.gguf_files import build, save_tokenizer, to_gguf
+from support.installed_transformers import installed
 from support.quantized_checkpoints import write_quantized
 from support.seeded_bugs import BUGS, planted
 
@@ -227,7 +228,7 @@ WAYS = "gpt_oss longcat_flash llama4_text qwen3_next deepseek_v3 jamba granitemo
 
 
 @pytest.mark.sample("gpt_oss", "longcat_flash", "llama4_text")
-@pytest.mark.parametrize("family", WAYS.split())
+@pytest.mark.parametrize("family", [*WAYS.split(), *installed(["qwen4_exp_text"])])
 def test_a_layer_at_a_time_gives_what_the_whole_model_gives(
     family: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from moedge.runtime.model.definition import define
 from moedge.runtime.model.loading import CheckpointLoader
 from moedge.runtime.shape.checkpoint_shape import open_checkpoint
 from moedge.runtime.shape.config import ModelConfig
-from moedge.runtime.shape.families import SHARED_BLOCKS
+from moedge.runtime.shape.families import SHARING
 from moedge.runtime.shape.read import shared_name
 from support.tiny_families import FEATURES
 
@@ -81,7 +81,7 @@ def test_parameters_are_bit_equal(family: str, checkpoint: Callable[[str], Path]
     ours, theirs = load(folder).state_dict(), stock(folder).state_dict()
     # Of a forward that is replaced.
     theirs = {name: value for name, value in theirs.items() if not name.endswith("_decay")}
-    if family in SHARED_BLOCKS:
+    if family in SHARING:
         # transformers names a block once for each layer that uses it.
         theirs = {shared_name(ModelConfig.read(folder), name): value for name, value in theirs.items()}
     assert ours.keys() == theirs.keys()

@@ -245,12 +245,9 @@ def check_heads(shape: ModelShape, layers: Any) -> None:
             assert sizes == {(group.head_dim, group.rope_dim, group.query_heads)}
             continue
         if group.is_index:
-            indexers = [one.indexer for one in modules if one.indexer is not None]
+            indexers = [one for layer in layers for one in layer.modules() if "Indexer" in type(one).__name__]
             assert [one.layer_idx for one in indexers] == list(group.layers)
-            sizes = {
-                (one.head_dim, getattr(one, "index_topk", 0) or one.topk_blocks * one.block_size) for one in indexers
-            }
-            assert sizes == {(group.head_dim, group.chosen)}
+            assert set(map(chosen_by, indexers)) == {(group.head_dim, group.chosen)}
             continue
         for index in group.layers:
             layer = layers[index // (2 if shape.model_type in TWO_CALLS else 1)]
@@ -260,15 +257,27 @@ def check_heads(shape: ModelShape, layers: Any) -> None:
                 assert group.kv_heads * attention.head_dim == attention.k_proj.out_features
 
 
+def chosen_by(indexer: Any) -> tuple[int, int]:
+    """Elements of an indexer's key, and the most tokens that a token then attends to."""
+    if hasattr(indexer, "compress_ratio"):
+        return indexer.index_head_dim, indexer.token_budget + indexer.compress_ratio - 1
+    if hasattr(indexer, "topk_blocks"):
+        return indexer.head_dim, indexer.topk_blocks * indexer.block_size
+    return indexer.head_dim, indexer.index_topk
+
+
 def check_states(shape: ModelShape, layers: Any) -> None:
     """Channels, tokens and states, by what the modules say of themselves."""
-    mixers = {one.layer_idx: one for layer in layers for one in layer.modules() if is_recurrent(one)}
+    found = [one for layer in layers for one in layer.modules() if is_recurrent(one)]
+    # The second convolution of a layer is numbered behind all layers.
+    mixers = {one.layer_idx + len(layers) * hasattr(one, "short_conv_state_len"): one for one in found}
     assert sorted(mixers) == sorted(layer for group in shape.state_groups for layer in group.layers)
     for group in shape.state_groups:
         for index in group.layers:
             mixer = mixers[index]
             kernels = [child for child in mixer.children() if isinstance(child, nn.Conv1d)]
-            assert group.conv == tuple(n for one in kernels for n in (one.in_channels, one.kernel_size[0] - 1))
+            sizes = ((one.in_channels, (one.kernel_size[0] - 1) * one.dilation[0]) for one in kernels)
+            assert group.conv == tuple(n for size in sizes for n in size)
             if hasattr(mixer, "slope_rate"):
                 assert group.recurrent == (mixer.num_attention_heads, mixer.head_dim, mixer.head_dim)
             elif hasattr(mixer, "forget_gate"):

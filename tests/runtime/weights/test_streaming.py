@@ -3,14 +3,13 @@
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from moedge.moe.streaming_mode import Mode
 from moedge.offload.errors import BadStore
-from moedge.offload.store.shard_file import ShardExtent
 from moedge.offload.store.store import Store
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine
@@ -19,9 +18,8 @@ from moedge.runtime.plan.placement import Plan, Workload
 from moedge.runtime.plan.planner import budget_range, make_plan
 from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.settings.settings import Budgets, MemoryBudget, Settings
-from moedge.runtime.source import stored_model
 from moedge.runtime.source.model_source import ModelSource, open_source
-from moedge.runtime.source.stored_model import StoredEmbedding
+from moedge.runtime.source.stored_model import row_readers
 
 LENGTHS, NEW_TOKENS = (3, 40, 17), 10
 JOB = Workload(len(LENGTHS), max(LENGTHS) + NEW_TOKENS)
@@ -34,13 +32,17 @@ def settings(quant: str) -> Settings:
 def generate(source: ModelSource, plan: Plan, store: Path | None) -> tuple[list[list[int]], int, int]:
     """(tokens of every sequence, passes, bytes that came from the disk)."""
     with closing(load_engine(source, plan, store, stream=Mode.ALL)) as loaded:
-        generator = torch.Generator().manual_seed(1)
-        prompts = [torch.randint(5, 380, (length,), generator=generator).tolist() for length in LENGTHS]
-        sequences = [Sequence(prompt, SequenceSampling(NEW_TOKENS, ignore_eos=True)) for prompt in prompts]
-        for sequence in sequences:
-            loaded.engine.add(sequence)
-        list(loaded.engine.run())
-        return [sequence.output_ids for sequence in sequences], loaded.engine.metrics.passes, moved(loaded)
+        return tokens(loaded), loaded.engine.metrics.passes, moved(loaded)
+
+
+def tokens(loaded: LoadedEngine) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(5, 380, (length,), generator=generator).tolist() for length in LENGTHS]
+    sequences = [Sequence(prompt, SequenceSampling(NEW_TOKENS, ignore_eos=True)) for prompt in prompts]
+    for sequence in sequences:
+        loaded.engine.add(sequence)
+    list(loaded.engine.run())
+    return [sequence.output_ids for sequence in sequences]
 
 
 def moved(loaded: LoadedEngine) -> int:
@@ -106,34 +108,26 @@ def test_a_wrong_byte_in_a_streamed_expert_shows(checkpoint: Callable[[str], Pat
     ],
 )
 def test_rows_of_embeddings_are_read_from_the_disk(
-    family: str, stored: int, checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, stored: int, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Those that the output head shares stay in memory; Gemma 4 has a second one, for inputs of layers."""
-    read: list[int] = []
-    read_rows = stored_model.read_rows
-
-    def counted(extent: ShardExtent, rows: list[int], *others: Any) -> None:
-        read.extend(rows)
-        read_rows(extent, rows, *others)
-
-    monkeypatch.setattr(stored_model, "read_rows", counted)
     with open_source(str(checkpoint(family))) as source:
         smallest, whole = budget_range(source.shape, settings("none"), JOB)
         plans = [make_plan(source.shape, settings("none"), MemoryBudget(each), JOB) for each in (2 * whole, smallest)]
         prepare(source, tmp_path / "store", "none", "fp32", Budgets().on_cpu())
-        # Key offsets were measured with it.
-        read.clear()
         wanted, _, _ = generate(source, plans[0], tmp_path / "store")
-        assert read == []
-        found, _, _ = generate(source, plans[1], tmp_path / "store")
-        assert found == wanted
+        with closing(load_engine(source, plans[0], tmp_path / "store")) as loaded:
+            assert row_readers(loaded.model.model) == []
         with closing(load_engine(source, plans[1], tmp_path / "store")) as loaded:
-            embeddings = [each for each in loaded.model.model.modules() if isinstance(each, StoredEmbedding)]
-            assert len(embeddings) == stored
-            assert bool(read) == bool(stored)
-            for each in embeddings:
+            assert tokens(loaded) == wanted
+            assert len(row_readers(loaded.model.model)) == stored
+            # Deterministic passes have padding, too.
+            looked_up = sum(LENGTHS) + (NEW_TOKENS - 1) * len(LENGTHS)
+            assert loaded.rows.looked_up >= stored * looked_up * source.shape.hidden * 4
+            assert bool(stored) == (loaded.rows.nbytes > 0) == (loaded.rows.kept > 0)
+            for each in row_readers(loaded.model.model):
                 with pytest.raises(IndexError, match="wanted 0 to"):
-                    each(torch.tensor([[0, each._shape[0]]]))
+                    each.read(np.array([0, len(each)]), 2)
 
 
 def test_an_embedding_that_is_damaged_is_noticed_when_it_is_opened(

@@ -26,7 +26,7 @@ def warm_up_launches(
     rows: they read no matrix and write nothing, so a few bytes replace the matrices, and they take microseconds once
     they are compiled.
     """
-    device = product.levels.device
+    device = product.device
     planes = tuple(torch.empty(16, dtype=torch_dtype(plane.dtype), device=device) for plane in layout.planes)
     matrix = PackedTensor(layout, planes)
     num_rows, num_columns = layout.shape

@@ -1,0 +1,189 @@
+"""Codes of weights to numbers, in registers. Imports Triton.
+
+Numbers in bfloat16 come from byte permutes (PTX's prmt), four codes at a time, and are scaled two at a time; both are
+inline assembly, which Triton's interpreter cannot run. Other dtypes, and the interpreter, take the same numbers from a
+table, or from arithmetic. `tests/quant/test_decode.py` runs the assembly on all bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from ..formats import mxfp4, nf4
+
+# Indices into four bytes, of which two are the halves of a number: of the 1st and 3rd of four codes, and of the others.
+_FIRST, _SECOND = "0x6240", "0x7351"
+
+
+def byte_tables(levels: Sequence[float]) -> list[int]:
+    """The bits of levels as bfloat16, as words of four bytes each: first their low bytes, then their high ones."""
+    bits = torch.tensor(levels, dtype=torch.bfloat16).view(torch.int16).tolist()
+    low, high = [each & 255 for each in bits], [each >> 8 & 255 for each in bits]
+    return [int.from_bytes(half[at : at + 4], "little") for half in (low, high) for at in range(0, len(bits), 4)]
+
+
+# The words that permutes of each type of codes read. Magnitudes are enough where a bit is the sign; the last word is
+# what masks are made of.
+WORDS = {
+    "nf4": [*byte_tables(nf4.LEVELS), 0x0000FF00],
+    "e2m1": [*byte_tables(mxfp4.MAGNITUDES), 0x80808080],
+}
+LEVELS = {"nf4": nf4.LEVELS, "e2m1": mxfp4.LEVELS}
+_WARP = 32
+
+
+def table(
+    codes: str, dtype: torch.dtype, device: torch.device | str, interpreted: bool | None = None
+) -> torch.Tensor | None:
+    """What the kernel looks codes up in for activations of `dtype`; None if it computes them."""
+    if codes not in LEVELS:
+        return None
+    if dtype != torch.bfloat16 or (triton.knobs.runtime.interpret if interpreted is None else interpreted):
+        return torch.tensor(LEVELS[codes], device=device)
+    words = torch.tensor(WORDS[codes], dtype=torch.int64).to(torch.int32)
+    # Each word once for every thread of a warp: what all threads read from one address, the assembler keeps in uniform
+    # registers, which prmt cannot read, and moves it every time.
+    return words.repeat_interleave(_WARP).to(device)
+
+
+def _asm(*lines: str) -> tl.constexpr:
+    return tl.constexpr("{ .reg .b32 a, b, c, h, l, m, s, t; " + " ".join(f"{line};" for line in lines) + " }")
+
+
+def _word(at: int) -> str:
+    """The operand that holds a word of a table: behind four results and the codes, each word is there four times."""
+    return f"${5 + 4 * at}"
+
+
+def _constraints(words: int) -> tl.constexpr:
+    return tl.constexpr(",".join(["=r"] * 4 + ["r"] * (1 + 4 * words)))
+
+
+def _half(half: int, *lines: str) -> list[str]:
+    """What gives four numbers, in `lines` their low bytes in l and their high ones in h."""
+    return [*lines, f"prmt.b32 ${half}, l, h, {_FIRST}", f"prmt.b32 ${2 + half}, l, h, {_SECOND}"]
+
+
+def _select(into: str, at: int) -> list[str]:
+    """Four bytes by s of the words from `at` on: of the first two, or where m is set of the other two."""
+    return [
+        f"prmt.b32 a, {_word(at)}, {_word(at + 1)}, s",
+        f"prmt.b32 b, {_word(at + 2)}, {_word(at + 3)}, s",
+        # (b & m) | (a & ~m)
+        f"lop3.b32 {into}, b, a, m, 0xe4",
+    ]
+
+
+_UPPER_HALF = ["shr.u32 s, s, 16", "shr.u32 t, t, 16"]
+_MASK = [f"prmt.b32 m, {_word(8)}, 0, t", *_select("l", 0), *_select("h", 4)]
+NF4_ASM = _asm(
+    # s: the lower three bits of each code; t: the highest.
+    *("and.b32 s, $4, 0x77777777", "shr.u32 t, $4, 3", "and.b32 t, t, 0x11111111"),
+    *_half(0, *_MASK),
+    *_half(1, *_UPPER_HALF, *_MASK),
+)
+NF4_OPERANDS = _constraints(9)
+
+_SIGNED = [
+    f"prmt.b32 l, {_word(0)}, {_word(1)}, s",
+    f"prmt.b32 h, {_word(2)}, {_word(3)}, s",
+    # Where the fourth bit of a code is set, prmt repeats the sign of the byte: 0xff instead of 0x80.
+    *(f"prmt.b32 m, {_word(4)}, 0x80808080, t", "shl.b32 m, m, 7", "lop3.b32 h, m, 0x80808080, h, 0xea"),
+]
+E2M1_ASM = _asm(
+    *("and.b32 s, $4, 0x77777777", "mov.b32 t, $4"),
+    *_half(0, *_SIGNED),
+    *_half(1, *_UPPER_HALF, *_SIGNED),
+)
+E2M1_OPERANDS = _constraints(5)
+
+# 128 + code: a code is the end of the mantissa of a bfloat16 from 128 to 256.
+_INTEGERS = ("prmt.b32 ${0}, t, c, 0x4140", "prmt.b32 ${1}, t, c, 0x4342")
+INT4_ASM = _asm(
+    *("mov.b32 c, 0x43434343", "and.b32 t, $4, 0x0f0f0f0f", *(each.format(0, 1) for each in _INTEGERS)),
+    *("shr.u32 t, $4, 4", "and.b32 t, t, 0x0f0f0f0f", *(each.format(2, 3) for each in _INTEGERS)),
+)
+INT4_OPERANDS = _constraints(0)
+
+# 128 and the lower seven bits, less 128, or 256 where the sign is set.
+INT8_ASM = _asm(
+    *("mov.b32 c, 0x43434343", "mov.b32 m, 0xbf80bf80", "and.b32 l, $2, 0x7f7f7f7f", "and.b32 h, $2, 0x80808080"),
+    *("prmt.b32 a, l, c, 0x4140", "prmt.b32 b, h, c, 0x4140", "fma.rn.bf16x2 $0, b, m, a"),
+    *("prmt.b32 a, l, c, 0x4342", "prmt.b32 b, h, c, 0x4342", "fma.rn.bf16x2 $1, b, m, a"),
+)
+
+
+@triton.jit
+def load_table(table, S: tl.constexpr):
+    """The words of a table, which stay in registers; for other dtypes than bfloat16 the table itself."""
+    words = table
+    if S.dtype == tl.bfloat16:
+        if S.codes == "nf4":
+            at = table + lane()
+            low = (tl.load(at), tl.load(at + 32), tl.load(at + 64), tl.load(at + 96))
+            high = (tl.load(at + 128), tl.load(at + 160), tl.load(at + 192), tl.load(at + 224))
+            words = low + high + (tl.load(at + 256),)
+        elif S.codes == "e2m1":
+            at = table + lane()
+            words = (tl.load(at), tl.load(at + 32), tl.load(at + 64), tl.load(at + 96), tl.load(at + 128))
+    return words
+
+
+@triton.jit
+def lane():
+    """The thread's place in its warp, as if it were one number."""
+    zero = tl.zeros((1, 1), tl.int32)
+    return tl.inline_asm_elementwise("mov.u32 $0, %laneid;", "=r,r", [zero], tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def decode_pairs(pairs, table, S: tl.constexpr):
+    """The numbers of the first and of the second code of every byte, in S.dtype; int4's plus 128."""
+    low, high = pairs, pairs
+    if S.dtype == tl.bfloat16:
+        if S.codes == "nf4":
+            low, high = tl.inline_asm_elementwise(
+                NF4_ASM, NF4_OPERANDS, (pairs,) + table, (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+            )
+        elif S.codes == "e2m1":
+            low, high = tl.inline_asm_elementwise(
+                E2M1_ASM, E2M1_OPERANDS, (pairs,) + table, (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+            )
+        else:
+            low, high = tl.inline_asm_elementwise(
+                INT4_ASM, INT4_OPERANDS, [pairs], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+            )
+    elif S.codes == "int4":
+        low, high = (pairs & 15).to(S.dtype) + 128, (pairs >> 4).to(S.dtype) + 128
+    else:
+        low, high = tl.load(table + (pairs & 15)).to(S.dtype), tl.load(table + (pairs >> 4)).to(S.dtype)
+    # The first of two weights in nf4 is in the high bits.
+    if S.codes == "nf4":
+        low, high = high, low
+    return low, high
+
+
+@triton.jit
+def decode_int8(codes, S: tl.constexpr):
+    """Integers of 8 bits in S.dtype."""
+    if S.dtype == tl.bfloat16:
+        numbers = tl.inline_asm_elementwise(INT8_ASM, "=r,=r,r", [codes], tl.bfloat16, is_pure=True, pack=4)
+    else:
+        numbers = codes.to(S.dtype)
+    return numbers
+
+
+@triton.jit
+def multiply_add(a, b, c, S: tl.constexpr):
+    """a * b + c in S.dtype; in bfloat16 rounded once."""
+    if S.dtype == tl.bfloat16:
+        result = tl.inline_asm_elementwise(
+            "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        result = a * b + c
+    return result

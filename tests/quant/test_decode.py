@@ -1,0 +1,106 @@
+"""Codes to numbers by byte permutes (`quant/kernels/decode.py`): the assembly, run here instruction by instruction, gives
+the numbers of the tables for all bytes, at every place of a word.
+"""
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from moedge.quant.formats import mxfp4, nf4
+from moedge.quant.kernels import decode
+
+MASK = 0xFFFFFFFF
+
+
+def prmt(a: int, b: int, selector: int) -> int:
+    """PTX ISA, prmt: four bytes of eight by four bits each, of which the highest repeats the byte's sign."""
+    eight = [a >> 8 * at & 255 for at in range(4)] + [b >> 8 * at & 255 for at in range(4)]
+    found = 0
+    for at in range(4):
+        nibble = selector >> 4 * at & 15
+        byte = eight[nibble & 7]
+        found |= (255 * (byte >> 7) if nibble & 8 else byte) << 8 * at
+    return found
+
+
+def lop3(a: int, b: int, c: int, table: int) -> int:
+    """PTX ISA, lop3: the bit of the table at the three bits."""
+    return sum((table >> (4 * (a >> at & 1) + 2 * (b >> at & 1) + (c >> at & 1)) & 1) << at for at in range(32))
+
+
+def fma(a: int, b: int, c: int) -> int:
+    """PTX ISA, fma.rn.bf16x2; numbers here are such that products in float32 are exact."""
+    one, two, three = (np.array([x & 0xFFFF, x >> 16], np.uint32) << 16 for x in (a, b, c))
+    sums = torch.from_numpy(one.view(np.float32) * two.view(np.float32) + three.view(np.float32))
+    low, high = (int(bits) & 0xFFFF for bits in sums.to(torch.bfloat16).view(torch.int16))
+    return high << 16 | low
+
+
+OPERATIONS: dict[str, Callable[..., int]] = {
+    "and": lambda a, b: a & b,
+    "mov": lambda a: a,
+    "shl": lambda a, b: a << b & MASK,
+    "shr": lambda a, b: a >> b,
+    "prmt": prmt,
+    "lop3": lop3,
+    "fma": fma,
+}
+
+
+def run(assembly: str, results: int, *inputs: int) -> list[int]:
+    """The result operands of a block of assembly, whose inputs are the operands behind them."""
+    registers = {f"${results + at}": value for at, value in enumerate(inputs)}
+    for line in assembly.strip("{} ").split(";"):
+        if not (words := re.findall(r"[\w.$]+", line)) or words[0] == ".reg":
+            continue
+        operation, target, *operands = words
+        values = [registers[each] if each in registers else int(each, 0) for each in operands]
+        registers[target] = OPERATIONS[operation.split(".")[0]](*values)
+    return [registers[f"${at}"] for at in range(results)]
+
+
+def numbers(*words: int) -> list[float]:
+    halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
+    return torch.tensor(halves).to(torch.int16).view(torch.bfloat16).tolist()
+
+
+def words_of(codes: str) -> list[int]:
+    """As the kernel's inputs have them: each word once for each of the four codes of its operand."""
+    table = decode.table(codes, torch.bfloat16, "cpu", interpreted=False)
+    assert table is not None
+    return [int(word) & MASK for word in table.view(-1, 32)[:, :1].expand(-1, 4).reshape(-1)]
+
+
+WORDS = [at | at + 1 << 8 | at + 2 << 16 | at + 3 << 24 for at in range(0, 256, 4)]
+# Each byte at the other places of a word, too.
+WORDS += [(word << 8 | word >> 24) & MASK for word in WORDS]
+PAIRS = {
+    "nf4": (decode.NF4_ASM, [float(torch.tensor(level).bfloat16()) for level in nf4.LEVELS]),
+    "e2m1": (decode.E2M1_ASM, list(mxfp4.LEVELS)),
+    "int4": (decode.INT4_ASM, [128.0 + code for code in range(16)]),
+}
+
+
+@pytest.mark.parametrize("codes", PAIRS)
+def test_pairs_of_codes(codes: str) -> None:
+    assembly, levels = PAIRS[codes]
+    inputs = [] if codes == "int4" else words_of(codes)
+    for word in WORDS:
+        low0, low1, high0, high1 = run(assembly.value, 4, word, *inputs)
+        codes_of = list(word.to_bytes(4, "little"))
+        assert numbers(low0, low1) == [levels[each & 15] for each in codes_of]
+        assert numbers(high0, high1) == [levels[each >> 4] for each in codes_of]
+
+
+def test_integers_of_eight_bits() -> None:
+    for word in WORDS:
+        wanted = np.frombuffer(word.to_bytes(4, "little"), np.int8).astype(float).tolist()
+        assert numbers(*run(decode.INT8_ASM.value, 2, word)) == wanted
+
+
+def test_a_wrong_permute_is_found() -> None:
+    wrong = decode.NF4_ASM.value.replace("0x6240", "0x6250", 1)
+    assert run(wrong, 4, WORDS[7], *words_of("nf4")) != run(decode.NF4_ASM.value, 4, WORDS[7], *words_of("nf4"))
