@@ -24,7 +24,16 @@ from ..kv.pool import KVPool
 from ..settings.errors import UnsupportedModel
 from .choice import EXPANDED_NBYTES, SCORED_NUMEL
 from .native_rows import RowAttention, RowQuery, stored
-from .protocol import AttentionCall, IndexQuery, LatentWeights, PassSlots, check_reach, decodes, is_causal_prefill
+from .protocol import (
+    AttentionCall,
+    BlockQuery,
+    IndexQuery,
+    LatentWeights,
+    PassSlots,
+    check_reach,
+    decodes,
+    is_causal_prefill,
+)
 from .torch_backend import (
     TILE_KEYS,
     CacheReader,
@@ -49,7 +58,7 @@ class TokenChooser:
         # Rows that left tokens out so far; layers that share a choice count once.
         self.num_chosen = 0
 
-    def store(self, index: IndexQuery, batch: Batch) -> None:
+    def store(self, index: IndexQuery | BlockQuery, batch: Batch) -> None:
         """Stores the pass's keys of one indexer."""
         location, pool = self._of(index)
         slots, keys = self._slots.of(batch, location.group), index.k[: batch.num_tokens]
@@ -65,7 +74,6 @@ class TokenChooser:
         if key not in index.chosen:
             scores = self._scores(index, chunk, rows, length)
             index.chosen[key] = scores.topk(min(index.count, length), sorted=False).indices.int()
-            self.num_chosen += len(rows)
         return index.chosen[key]
 
     def hide(
@@ -79,25 +87,32 @@ class TokenChooser:
             mask = like.new_zeros(hidden.shape)
         return mask.masked_fill_(hidden, float("-inf"))
 
-    def _of(self, index: IndexQuery) -> tuple[LayerIndex, KVPool]:
+    def _of(self, index: IndexQuery | BlockQuery) -> tuple[LayerIndex, KVPool]:
         location = self._cache.indexers[index.layer]
         return location, self._cache.pools[location.group]
 
     def _scores(self, index: IndexQuery, chunk: TokenChunk, rows: range, length: int) -> torch.Tensor:
         """The scores float32 [len(rows), length], -inf behind each row."""
+        q, keys, (mine, around) = self._operands(index, chunk, rows, length)
+        scores = weighted(q, F.pad(index.weights[mine], (0, 0, *around)), keys)
+        positions = torch.arange(length, device=scores.device)
+        behind = positions > torch.arange(rows.start, rows.stop, device=scores.device).unsqueeze(1)
+        return scores.masked_fill_(behind, float("-inf"))
+
+    def _operands(
+        self, index: IndexQuery | BlockQuery, chunk: TokenChunk, rows: range, length: int
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[slice, tuple[int, int]]]:
+        """Queries [len(rows), H, D] and keys [length, D] in float32, zeros where the chunk has no row and the sequence
+        no token; and which rows of the pass these are, with the zeros before and behind them."""
         location, pool = self._of(index)
+        self.num_chosen += len(rows)
         end = chunk.past + chunk.count
         first, last = max(rows.start, chunk.past), min(rows.stop, end)
         mine = slice(chunk.begin + first - chunk.past, chunk.begin + last - chunk.past)
         around = (first - rows.start, rows.stop - last)
         q = F.pad(pool.queries(index.q[mine]).float(), (0, 0, 0, 0, *around))
-        weights = F.pad(index.weights[mine], (0, 0, *around))
         blocks = chunk.sequence.table.blocks[location.group]
-        keys = self._reader.read(location, blocks, 0, length, min(last, length))[0][0]
-        scores = weighted(q, weights, keys)
-        positions = torch.arange(length, device=scores.device)
-        behind = positions > torch.arange(rows.start, rows.stop, device=scores.device).unsqueeze(1)
-        return scores.masked_fill_(behind, float("-inf"))
+        return q, self._reader.read(location, blocks, 0, length, min(last, length))[0][0], (mine, around)
 
 
 def weighted(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

@@ -80,6 +80,27 @@ class IndexQuery:
     chosen: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockQuery:
+    """What the indexer of `layer` made of a pass where it chooses blocks of `block` tokens: q [T, H, D] for H KV heads,
+    and k [T, 1, D]; rows behind the batch's tokens are padding.
+
+    Each token attends to `blocks` of them, of which `local` end with its own.
+    """
+
+    layer: int
+    q: torch.Tensor
+    k: torch.Tensor
+    block: int
+    blocks: int
+    local: int
+
+    @property
+    def count(self) -> int:
+        """Tokens of the longest sequence of which nothing is left out."""
+        return self.block * self.blocks
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
     """The parameters of one layer's attention.
@@ -87,7 +108,8 @@ class AttentionCall:
     A token attends to the last `window` tokens, itself included, or to those since the start of its `chunk` of
     positions; to all where both are None. `softcap` c bounds scores to c * tanh(s / c). `sinks` [Hq] are logits that
     enter the softmax and contribute no value. With `latent` weights, keys and values of a pass are latents [T, 1, R]
-    and rotated keys [T, 1, P]. With an `index` a token attends to those of them that it chooses.
+    and rotated keys [T, 1, P]. With an `index` a token attends to those of them that it chooses, and to blocks of keys
+    with `blocks`.
     """
 
     layer: int
@@ -98,6 +120,7 @@ class AttentionCall:
     sinks: torch.Tensor | None = None
     latent: LatentWeights | None = None
     index: IndexQuery | None = None
+    blocks: BlockQuery | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -106,7 +129,8 @@ class AttentionCall:
 
     def leaves_out(self, length: int) -> bool:
         """Whether the last of `length` tokens attends to some that an indexer chooses."""
-        return self.index is not None and length > self.index.count
+        chosen = self.index or self.blocks
+        return chosen is not None and length > chosen.count
 
     def first_visible(self, position: int) -> int:
         """The first position that the token at `position` attends to."""

@@ -340,7 +340,7 @@ class TorchAttention:
             low, high = key_range(call, begin, end, self.tiled)
             keys, values = self._reader.read(layer_index, blocks, low, high, last)
             mask = self.mask(call, chunk, range(begin, end), range(low, high), keys)
-            result = attend_rows(call, tile, keys, values, mask, shift)
+            result = self._attend_tile(call, chunk, range(begin, end), (tile, keys, values), mask, shift)
             out[rows] = result[before : before + last - first]
 
     def mask(
@@ -348,6 +348,18 @@ class TorchAttention:
     ) -> torch.Tensor | None:
         """The mask [rows, positions] that is added to scores over `keys` [H, L, D]; None where it is zeros."""
         return visibility(call, rows, positions, keys)
+
+    def _attend_tile(
+        self,
+        call: AttentionCall,
+        chunk: TokenChunk,
+        rows: range,
+        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        mask: torch.Tensor | None,
+        shift: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`attend_rows` of the rows of a chunk's tile, which are positions."""
+        return attend_rows(call, *qkv, mask, shift)
 
 
 class CacheReader:

@@ -19,6 +19,7 @@ from ...moe.expert import ExpertGroups, ResidentExpert
 from ...quant.kv.codec import KeyTransform
 from ...quant.matmul.selftest import BOUNDS, definition, errors, rounded
 from ...quant.tensor import PackedTensor, dtype_name
+from ..attention.blocks import BlockAttention
 from ..attention.latent import LatentAttention
 from ..attention.protocol import AttentionBackend, AttentionCall
 from ..attention.selftest import ROUNDINGS
@@ -178,7 +179,7 @@ class _WatchedAttention:
     def __init__(self, parts: PartErrors, backend: AttentionBackend) -> None:
         self._parts, self._backend = parts, backend
         inner: Any = backend
-        kind = LatentAttention if isinstance(backend, LatentAttention) else TorchAttention
+        kind = type(backend) if isinstance(backend, LatentAttention | BlockAttention) else TorchAttention
         self._definition = kind(inner.cache, torch.float32, tiled=False)
         self._random = torch.Generator().manual_seed(0)
 

@@ -28,7 +28,7 @@ from ...offload.memory import return_memory, trim
 from ...quant.formats.format import INTEGER_CODES, PACK_CHUNK, TILE_COLUMNS, TILES, Layout, row_chunks
 from ...quant.matmul.selftest import definition, rounded
 from ...quant.tensor import CODECS, bind_cleared, torch_dtype
-from ..model.definition import define_stock
+from ..model.definition import define_stock, share_blocks
 from ..model.experts_seam import adapt_decoder
 from ..model.loading import CheckpointLoader
 from ..plan.candidate import SLACK_NBYTES
@@ -38,6 +38,7 @@ from ..settings.stages import Advance, stage
 from ..shape.checkpoint_shape import open_checkpoint, read_tensors
 from ..shape.config import CONFIG, ModelConfig
 from ..shape.model_shape import ModelShape
+from ..shape.read import SHARED
 from ..shape.shards import ITEM_NBYTES, ModelShards, ShardMatrix, checkpoint_nbytes, resident_nbytes
 from ..source.model_source import ModelSource
 from ..source.stored_model import read_tables, row_readers
@@ -56,13 +57,20 @@ class FormatWeights(TorchFunctionMode):
         self._shards, self._integer = shards, integer
         # The columns of a row that share a scale, by the address of the matrix.
         self._columns: dict[int, int] = {}
+        self._shared: dict[int, int] = {}
 
     def set_dense(self, index: int, layer: nn.Module) -> None:
-        """Replaces the weights of a layer's linears, which are in memory; those of other layers are no longer known."""
-        self._columns.clear()
+        """Replaces the weights of a layer's linears, which are in memory; those of other layers are no longer known,
+        but for what layers share."""
+        self._columns = dict(self._shared)
         for matrix in self._shards.layers[index].dense.matrices:
             linear: Any = layer.get_submodule(matrix.name)
             self._set([linear.weight], matrix)
+        self._shared = self._shared or {
+            address: self._columns[address]
+            for name, parameter in layer.named_parameters()
+            if name.startswith(SHARED) and (address := parameter.untyped_storage().data_ptr()) in self._columns
+        }
 
     def set_experts(self, index: int, experts: Any, up_name: str) -> None:
         """Replaces the experts that are in memory, [n, N, K], or [n, K, N] where the module is transposed."""
@@ -294,6 +302,7 @@ def _by_transformers(
             trust_remote_code=False, **({"use_safetensors": True} | more),
         )  # fmt: skip
     adapt_decoder(model)
+    share_blocks(model)
     if formats is not None:
         config = ModelConfig.read(source.folder)
         for index, layer in enumerate(model.get_decoder().layers):
@@ -339,6 +348,7 @@ def experts_at_once(shape: ModelShape, budget: int) -> int:
     stays = process_nbytes() + SLACK_NBYTES + widening_nbytes(shape) + embedding
     stays += resident_nbytes(shape, "fp32") - shape.embedding_numel * _ITEM
     stays += max(sum(matrix.numel for matrix in layer.dense) for layer in shape.layers) * _ITEM
+    stays += sum(matrix.numel for matrix in shape.layers[0].dense if matrix.name.startswith(SHARED)) * _ITEM
     expert = max((each.experts.numel for each in shape.layers if each.experts), default=0) * _ITEM * WINDOW_COPIES
     if budget < stays + expert:
         raise DoesNotFit(
@@ -463,8 +473,10 @@ def _narrowed(experts: Any, window: range, whole: Mapping[str, nn.Parameter]) ->
 
 
 def _free(advance: Advance, nbytes: int, layer: nn.Module, *_: Any) -> None:
-    """Drops the weights of a layer that was computed."""
-    for module in layer.modules():
+    """Drops the weights of a layer that was computed, but for what others share."""
+    for path, module in layer.named_modules():
+        if path.startswith(SHARED):
+            continue
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 module._parameters[name] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)

@@ -29,7 +29,7 @@ from ...quant.kernels.upload import open_ring
 from ...quant.kv.format import KVFormat
 from ...quant.matmul.matmul import ParallelMatmul, Workspace, kernel_order, measure_gemv_max_rows
 from ...quant.tensor import TORCH_DTYPES
-from ..attention.indexed import IndexedAttention
+from ..attention.blocks import BlockAttention
 from ..attention.latent import LatentAttention
 from ..attention.protocol import AttentionBackend
 from ..attention.torch_backend import TorchAttention
@@ -160,7 +160,7 @@ def make_attention(cache: KVCache, plan: Plan, device: Device | None) -> Attenti
     if any(pool.spec.group.is_latent for pool in cache.pools):
         return LatentAttention(cache, dtype, tiled, torch_device, native)
     if cache.indexers:
-        return IndexedAttention(cache, dtype, tiled, torch_device, native=native)
+        return BlockAttention(cache, dtype, tiled, torch_device, native)
     if native or (plan.attention == "torch" and not plan.stores_by_kernel):
         return TorchAttention(cache, dtype, tiled, torch_device, native=native)
     # Imports Triton, which takes a second and which some machines do not have.
@@ -324,7 +324,7 @@ class Loading:
 
     def _fuse(self, model: ModelRunner, layers: list[LayerAssembly], cache: KVCache) -> list[FusedLayer]:
         """The layers that the library's steps compute, where all weights are held and memory is free for buffers."""
-        if self.memory.streamed or any(pool.spec.group.is_latent for pool in cache.pools):
+        if self.memory.streamed or not all(pool.spec.group.is_plain for pool in cache.pools):
             return []
         vocab, compute, plan = self.source.shape.vocab, self.compute, self.plan
         found = [each.layer for each in layers]

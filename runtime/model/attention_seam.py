@@ -3,7 +3,7 @@
 Latent attention (MLA) hands latents to it before transformers' modules expand them; transformers' own caches store the
 same: `expand_kv` is called after the cache was updated. Sparse attention (DeepSeek-AI, DeepSeek-V3.2, 2025) is latent
 attention with an indexer that chooses `index_topk` tokens for each token. Indexers mix tokens, so their `forward` ends
-here before it does, and attention goes on from there.
+here before it does, and attention goes on from there. Those of MiniMax-M3 choose blocks, beside ordinary attention.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ..attention.protocol import AttentionBackend, AttentionCall, IndexQuery, LatentWeights, TokenBlocks
+from ..attention.protocol import AttentionBackend, AttentionCall, BlockQuery, IndexQuery, LatentWeights, TokenBlocks
 from ..engine.sequence import Batch
 from ..settings.errors import UnsupportedModel
 from ..shape.config import TWO_CALLS, ModelConfig
@@ -45,6 +45,30 @@ def keep_latents(model: nn.Module, config: ModelConfig) -> None:
         module.expand_kv = lambda latents, rotated: (latents, rotated)
         if (indexer := getattr(module, "indexer", None)) is not None:
             indexer.forward = partial(_index, indexer, _rotation_of(indexer, _INDEXER))
+
+
+def keep_index_keys(model: nn.Module) -> None:
+    """Replaces `forward` of indexers that choose blocks (MiniMax-M3); their parameters and names stay."""
+    for module in model.modules():
+        indexer: Any = getattr(module, "indexer", None)
+        if hasattr(indexer, "build_block_mask"):
+            indexer.forward = partial(
+                _index_blocks, indexer, sys.modules[type(indexer).__module__].apply_rotary_pos_emb
+            )
+
+
+def _index_blocks(
+    indexer: Any, rotate: Any, hidden: torch.Tensor, positions: Any, *args: Any, **kwargs: Any
+) -> BlockQuery:
+    """Projections, norms and rotation of an indexer that chooses blocks, without scores.
+
+    Modules give what it returns to the attention function as `block_indices`.
+    """
+    q = indexer.q_norm(indexer.q_proj(hidden).unflatten(-1, (indexer.num_heads, -1)))
+    k = indexer.k_norm(indexer.k_proj(hidden).unsqueeze(2))
+    q, k = rotate(q, k, *(each[..., : indexer.head_dim] for each in positions), unsqueeze_dim=2)
+    sizes = (indexer.block_size, indexer.topk_blocks, indexer.local_blocks)
+    return BlockQuery(int(indexer.layer_idx), q[0], k[0], *map(int, sizes))
 
 
 def _index(
@@ -187,6 +211,17 @@ def _begin_calls(module: Any, args: Any) -> None:
     module.calls = iter((2 * module.layer_idx, 2 * module.layer_idx + 1))
 
 
+def number_uses(model: nn.Module) -> None:
+    """Lets the attention of blocks that layers share know for which layer it is called."""
+    for module in model.modules():
+        if hasattr(module, "num_fwd_mem_blocks") and hasattr(module, "is_causal"):
+            module.register_forward_pre_hook(_take_layer, with_kwargs=True)
+
+
+def _take_layer(attention: Any, args: Any, arguments: dict[str, Any]) -> None:
+    attention.layer_idx = arguments["layer_idx"]
+
+
 def _drops_arguments(layer: Any) -> bool:
     """Whether the code of a layer's `forward` takes `**kwargs` and never reads them."""
     code = inspect.unwrap(type(layer).forward).__code__
@@ -225,7 +260,8 @@ def _attention(
     Raises UnsupportedModel for a feature that moedge does not know.
     """
     index = features.pop("indices", attention_mask and attention_mask.index)
-    if not isinstance(index, IndexQuery | None):
+    blocks = features.pop("block_indices", None)
+    if not (isinstance(index, IndexQuery | None) and isinstance(blocks, BlockQuery | None)):
         raise UnsupportedModel(f"{type(module).__name__} chooses tokens itself, which moedge cannot do for it")
     asked = {name for name, value in features.items() if value is not None}
     if unknown := asked - _HONOURED - _HARMLESS:
@@ -246,6 +282,7 @@ def _attention(
         sinks=features.get("s_aux"),
         latent=latent_weights(module),
         index=index,
+        blocks=blocks,
     )
     if rescale := getattr(module, RESCALE, None):
         query = rescale(query, packed.positions)

@@ -19,10 +19,18 @@ from ...quant.matmul.matmul import ParallelMatmul
 from ...quant.tensor import PackedTensor
 from ..settings.errors import UnsupportedModel
 from ..shape.config import ModelConfig
-from ..shape.read import is_router
+from ..shape.families import SHARING
+from ..shape.read import SHARED, is_router
 from ..shape.shards import LayerShards, ShardLayout, ShardMatrix
 from . import experts_seam
-from .attention_seam import count_calls, hand_on_passes, keep_latents, register_attention
+from .attention_seam import (
+    count_calls,
+    hand_on_passes,
+    keep_index_keys,
+    keep_latents,
+    number_uses,
+    register_attention,
+)
 from .experts_seam import PackedExperts, adapt_identity_experts, drop_identity_matrices, expert_body, register_experts
 from .recurrent.ngrams import shed_hashes
 from .recurrent.seam import shed_decays
@@ -43,10 +51,12 @@ def define(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     experts_seam.adapt(model)
     adapt_identity_experts(model)
     keep_latents(model, config)
+    keep_index_keys(model)
     shed_decays(model)
     shed_hashes(model)
     hand_on_passes(model)
     count_calls(model, config)
+    number_uses(model)
     return model.eval()
 
 
@@ -87,7 +97,22 @@ def _build(config: ModelConfig, dtype: torch.dtype, implementation: str) -> PreT
         reason = " ".join(str(error).split())[:300]
         raise UnsupportedModel(f"config.json: transformers cannot build a model from it ({reason})") from None
     drop_identity_matrices(model)
+    share_blocks(model)
     return model
+
+
+def share_blocks(model: Any) -> None:
+    """Gives layer 0 the blocks that layers share, and those a reference each: parameters have one name."""
+    if model.config.model_type not in SHARING:
+        return
+    layers = model.base_model.layers
+    sharing = [layer for layer in layers if hasattr(layer, "shared_transformer")]
+    blocks = [layer.shared_transformer for layer in sharing[: model.config.num_mem_blocks]]
+    for index, layer in enumerate(sharing):
+        del layer.shared_transformer
+        object.__setattr__(layer, "shared_transformer", blocks[index % len(blocks)])
+    layers[0].add_module(SHARED, nn.ModuleList(blocks))
+    model.base_model._tied_weights_keys = {}
 
 
 _LARGE_NUMEL = 1 << 26

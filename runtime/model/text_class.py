@@ -25,7 +25,10 @@ def text_class(config_class: Any) -> Any:
     """The class of a model that predicts text from text alone."""
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
         if config_class in mapping:
-            return mapping[config_class]
+            found = mapping[config_class]
+            if config_class.model_type in CONVERTED_AS:
+                _convert_text(found.__name__, config_class.model_type)
+            return found
     return _headed(config_class)
 
 
@@ -60,15 +63,24 @@ def _headed(configuration: Any) -> type[PreTrainedModel]:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             return CausalLMOutput(logits=_scaled(self.config, self.lm_head(hidden[:, kept])))
 
-    # transformers finds how tensors of files become parameters by this name: none of its own classes has it.
     TextWithHead.__name__ = f"{body.__name__}WithHead"
-    conversion = get_checkpoint_conversion_mapping(CONVERTED_AS.get(configuration.model_type)) or []
-    own = [each for each in conversion if not any("language_model" in name for name in each.target_patterns)]
-    if configuration.model_type == TEXT_AND_PICTURES:
+    _convert_text(TextWithHead.__name__, configuration.model_type)
+    return TextWithHead
+
+
+@cache
+def _convert_text(name: str, model_type: str) -> None:
+    """Tells transformers how tensors of files become parameters of the class of that name."""
+    conversion = get_checkpoint_conversion_mapping(CONVERTED_AS.get(model_type)) or []
+    own = [
+        each
+        for each in conversion
+        if not any("language_model" in pattern for pattern in (*each.source_patterns, *each.target_patterns))
+    ]
+    if model_type == TEXT_AND_PICTURES:
         # Its files have routers as [in, out].
         own.append(WeightConverter("mlp.gate.weight", "mlp.gate.weight", [Transpose(0, 1)]))
-    register_checkpoint_conversion_mapping(TextWithHead.__name__, own, overwrite=True)
-    return TextWithHead
+    register_checkpoint_conversion_mapping(name, own, overwrite=True)
 
 
 _NAMED_OTHERWISE = {

@@ -87,7 +87,7 @@ class _LayerKind:
         self.count = count
         self.dense = dense
         self.experts = experts
-        self.dense_numel = sum(matrix.numel for matrix in dense)
+        self.dense_numel = sum(matrix.numel * matrix.uses for matrix in dense)
         self.expert_numel = experts.numel if experts else 0
         self.may_fuse = may_fuse(dense, experts)
 
@@ -197,8 +197,8 @@ class _ComputeCosts:
         # Kernels of a device read codes of single matrices, too, for as many rows as pay (quant/matmul/matmul.py).
         by_kernels = on_device and formats.grouped_products and formats.quant != "none" and formats.dtype != "fp32"
         self._few_rows = self._together if by_kernels else self._alone
-        # On a device torch attends to latents.
-        self._by_torch = on_device and any(group.is_latent for group in model.shape.kv_groups)
+        # On a device torch attends to latents, and to what indexers choose.
+        self._by_torch = on_device and not all(group.is_plain for group in model.shape.kv_groups)
         self._attending = [
             rates.curve(
                 LATENTS if self._by_torch else HEADS.format(formats.kv, head_size(group.head_dim)),

@@ -45,7 +45,7 @@ def planned_kernels(plan: Plan, shape: ModelShape) -> Kernels:
 
 def _executor(plan: Plan, shape: ModelShape, plain: bool) -> str:
     fused = [may_fuse(layer.dense, layer.experts) for layer in shape.layers]
-    if not plan.fused_nbytes or not any(fused) or shape.state_groups or any(g.is_latent for g in shape.kv_groups):
+    if not plan.fused_nbytes or not any(fused) or shape.state_groups or not all(g.is_plain for g in shape.kv_groups):
         return SEAMS
     return FUSED_DECODER if plain and all(fused) else FUSED_LAYERS
 

@@ -276,9 +276,9 @@ def everything(shards: ModelShards) -> Placement:
 
 
 def minimum(shards: ModelShards) -> Placement:
-    """The least that a pass can do with: the head is held, and the rings are the smallest."""
-    dense_ring = RING_LAYERS * max(layer.dense.nbytes for layer in shards.layers)
-    return Placement(0, (0,) * len(shards.layers), dense_ring, MIN_RING_EXPERTS * largest_expert(shards))
+    """The least that a pass can do with: the head and shared blocks are held, and the rings are the smallest."""
+    dense_ring = RING_LAYERS * max((layer.dense.nbytes for layer in shards.layers[shards.held :]), default=0)
+    return Placement(shards.held, (0,) * len(shards.layers), dense_ring, MIN_RING_EXPERTS * largest_expert(shards))
 
 
 def _hold_dense(shards: ModelShards, smallest: Placement, free_nbytes: int, keep_ring: bool = False) -> Placement:

@@ -26,6 +26,7 @@ from ..shape.shards import (
     BESIDE_KEPT,
     POPULAR_NBYTES,
     SMALLEST_FORMATS,
+    ModelShards,
     offered_formats,
     settled_format,
     tables_nbytes,
@@ -534,6 +535,7 @@ class _Search:
                 *_state_notes(shape, candidate.live),
                 *_table_notes(shape),
                 *_packing_notes(shape, settings.quant, weights.quant),
+                *_shared_notes(shards),
             ),
         )
 
@@ -549,6 +551,11 @@ def _state_notes(shape: ModelShape, live: int) -> tuple[str, ...]:
     if not shape.state_groups or live > 1:
         return ()
     return ("prefixes are not shared: one sequence at a time keeps no state of recurrent layers where a prefix ends",)
+
+
+def _shared_notes(shards: ModelShards) -> tuple[str, ...]:
+    nbytes = shards.shared_nbytes
+    return (f"{-(-nbytes // MIB)} MiB of blocks that layers share are held once, and never streamed",) if nbytes else ()
 
 
 def _table_notes(shape: ModelShape) -> tuple[str, ...]:
@@ -587,8 +594,7 @@ def _lacks(weights: WeightFootprint, settings: Settings) -> dict[str, str]:
     if weights.shape.num_experts == 0:
         unwanted.add("experts")
     lacks = dict(weights.gpu.lacks.reasons)
-    groups = weights.shape.kv_groups
-    if any(group.is_latent or group.is_index for group in groups):
-        lack = NO_LATENTS if any(group.is_latent for group in groups) else NO_INDEX
+    if not all(group.is_plain for group in weights.shape.kv_groups):
+        lack = NO_LATENTS if any(group.is_latent for group in weights.shape.kv_groups) else NO_INDEX
         lacks |= {"attention": lack, "cache": lack}
     return {family: reason for family, reason in lacks.items() if family not in unwanted}

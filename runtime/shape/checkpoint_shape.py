@@ -16,7 +16,7 @@ from ...offload.memory import gc_paused
 from ...quant.formats.format import DTYPES
 from ..settings.errors import UnsupportedModel
 from .config import ModelConfig, head_dim, kv_heads, latent_size
-from .families import JOINED, TEXT_AND_PICTURES, text_name
+from .families import JOINED, SHARING, TEXT_AND_PICTURES, text_name
 from .gguf import gguf_config
 from .gguf_tensors import gguf_tensors
 from .model_shape import ModelShape
@@ -158,7 +158,7 @@ def open_checkpoint(config: ModelConfig, folder: Path) -> Checkpoint:
         checkpoint.select(text_name)
     elif any(name.startswith(PREDICTING) for name in checkpoint.entries):
         checkpoint.select(lambda name: None if name.startswith(PREDICTING) else name)
-    if config.family.model_type in {*JOINED, TEXT_AND_PICTURES}:
+    if config.family.model_type in {*JOINED, *SHARING, TEXT_AND_PICTURES}:
         checkpoint.divide(partial(divided, config))
     return checkpoint
 

@@ -16,7 +16,7 @@ from ...offload.checkpoint.header import described, load_object
 from ...quant.formats.format import WEIGHT_DTYPES
 from ..settings.errors import UnsupportedModel
 from .config_fields import FIELDS, LISTS, NESTED, ROPE_FIELDS, check_rope, checked_fields, out_of_range
-from .families import BLOCK_INDEXED, INDEXED, LATENT, Family, family, is_wrapper, text_config
+from .families import BLOCK_INDEXED, BLOCK_SPARSE, INDEXED, LATENT, SHARING, Family, family, is_wrapper, text_config
 from .quantization import parse_quantization
 
 CONFIG = "config.json"
@@ -99,7 +99,7 @@ class ModelConfig:
     @property
     def is_indexed(self) -> bool:
         """Whether indexers choose the tokens that layers attend to."""
-        return self.family.model_type in INDEXED | BLOCK_INDEXED
+        return self.family.model_type in INDEXED | BLOCK_INDEXED | BLOCK_SPARSE
 
     @property
     def index_key(self) -> tuple[int, int]:
@@ -108,6 +108,8 @@ class ModelConfig:
         if self.family.model_type in BLOCK_INDEXED:
             chosen = self.size("indexer_budget") + self.size("indexer_compress_ratio") - 1
             return self.size("indexer_head_dim"), chosen
+        if self.family.model_type in BLOCK_SPARSE:
+            return self.size("index_head_dim"), self.size("index_topk_blocks") * self.size("index_block_size")
         return self.size("index_head_dim"), self.size("index_topk")
 
     @property
@@ -156,8 +158,18 @@ class ModelConfig:
             raise out_of_range("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads {heads}")
         if hidden % heads and self.family.model_type in _WHOLE_HEADS:
             raise out_of_range("hidden_size", hidden, f"a multiple of num_attention_heads {heads}")
-        if (self.get("head_dim") or hidden // heads) % 2:
-            raise out_of_range("head_dim", self.get("head_dim") or hidden // heads, "an even number")
+        if self.family.model_type in BLOCK_SPARSE and self.size("index_n_heads") != kv_heads:
+            raise out_of_range("index_n_heads", self.size("index_n_heads"), f"num_key_value_heads {kv_heads}")
+        if (local := self.get("index_local_blocks") or 0) > (most := self.get("index_topk_blocks") or local):
+            raise out_of_range("index_local_blocks", local, f"at most index_topk_blocks {most}")
+        if self.get("use_shared_attention_adapter") and kv_heads != heads:
+            raise out_of_range("num_key_value_heads", kv_heads, f"{heads}, as wide as adapters of keys and values")
+        if self.family.model_type in SHARING and not self.get("tie_word_embeddings"):
+            raise out_of_range("tie_word_embeddings", False, "true: without it transformers shares no blocks either")
+        if self.family.model_type in SHARING and 2 * hidden % heads:
+            raise out_of_range("num_attention_heads", heads, f"a divisor of {2 * hidden}")
+        if _usual_head_dim(self) % 2:
+            raise out_of_range("head_dim", _usual_head_dim(self), "an even number")
 
     def _check_layer_types(self) -> None:
         num_layers = self.size("num_hidden_layers")
@@ -235,7 +247,8 @@ def _dtype(values: Mapping[str, Any]) -> str | None:
 
 # Kinds of layers that look back everywhere, keep a state or have no mixer of tokens at all.
 WITHOUT_WINDOW = {
-    "full_attention", "indexed_attention", "linear_attention", "conv", "moe", "mlp", "attention", "mamba",
+    "full_attention", "indexed_attention", "minimax_m3_sparse", "linear_attention", "conv", "moe", "mlp", "attention",
+    "mamba", "hybrid",
 }  # fmt: skip
 # Names in older files, and what they became.
 _KIMI = {
@@ -260,6 +273,8 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
 }  # fmt: skip
 # transformers ties nothing in these families, whatever their files say.
 _NEVER_TIED = {"bailing_hybrid", "kimi_linear", "nemotron_h"}
+# Zamba2's layers with a shared block, where its file names no kinds of layers.
+_HYBRID = {6, 12, 18, 24, 30, 36, 42, 47, 51}
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
 
 
@@ -277,6 +292,13 @@ def _as_now(model_type: str, values: Mapping[str, Any]) -> dict[str, Any]:
         # All of one kind, which releases of transformers call otherwise.
         found.pop("layer_types", None)
         found |= _indexer_types(values) if found.get("indexer_types") is None else {}
+    if model_type in BLOCK_SPARSE:
+        found = _block_sparse_layers(found)
+    if model_type in SHARING:
+        # The width of heads follows from others.
+        found = {name: value for name, value in found.items() if name != "head_dim"}
+        if found.get("layers_block_type") is None:
+            found["layers_block_type"] = ["hybrid" if layer in _HYBRID else "linear_attention" for layer in range(54)]
     if model_type in _NEVER_TIED:
         found["tie_word_embeddings"] = False
     if model_type == "step3p5":
@@ -289,6 +311,29 @@ def _as_now(model_type: str, values: Mapping[str, Any]) -> dict[str, Any]:
             found["layers_block_type"] = [_LETTERS[letter] for letter in letters]
         if isinstance(kinds := found.get("layers_block_type"), list):
             found["num_hidden_layers"] = len(kinds)
+    return found
+
+
+_SPARSE = {
+    "sparse_num_index_heads": "index_n_heads", "sparse_index_dim": "index_head_dim",
+    "sparse_block_size": "index_block_size", "sparse_topk_blocks": "index_topk_blocks",
+    "sparse_local_block": "index_local_blocks",
+}  # fmt: skip
+
+
+def _block_sparse_layers(found: dict[str, Any]) -> dict[str, Any]:
+    """What MiniMax's own files say of the indexer and the kinds of layers, under the names of today."""
+    # The activation is written out, whatever the file calls it.
+    found.pop("hidden_act", None)
+    inner = found.get("sparse_attention_config")
+    inner = inner if isinstance(inner, dict) else {}
+    found |= {own: inner[name] for name, own in _SPARSE.items() if name in inner}
+    for name, kinds, given in (
+        ("layer_types", ("full_attention", "minimax_m3_sparse"), inner.get("sparse_attention_freq")),
+        ("mlp_layer_types", ("dense", "sparse"), found.get("moe_layer_freq")),
+    ):
+        if found.get(name) is None and isinstance(given, list):
+            found[name] = [kinds[bool(each)] for each in given]
     return found
 
 
@@ -499,17 +544,28 @@ TWO_ATTENTIONS = {"longcat_flash"}
 TWO_CALLS = {"diffllama"}
 
 
+def sharing_layers(config: ModelConfig) -> list[int]:
+    """The layers that have a block in common with others, each the next of `num_mem_blocks`."""
+    return [layer for layer in range(config.size("num_hidden_layers")) if kind(config, layer) == "hybrid"]
+
+
 def attention_modules(config: ModelConfig, layer: int) -> range:
     """The indices of a layer's attention modules, or of their calls, each of which has a cache of its own."""
     count = 2 if config.family.model_type in TWO_ATTENTIONS | TWO_CALLS else 1
     return range(layer * count, (layer + 1) * count)
 
 
+def _usual_head_dim(config: ModelConfig) -> int:
+    # Shared blocks get hidden states and embeddings side by side.
+    sides = 2 if config.family.model_type in SHARING else 1
+    return int(config.get("head_dim") or sides * config.size("hidden_size") // config.size("num_attention_heads"))
+
+
 def head_dim(config: ModelConfig, layer: int) -> int:
     """Elements of a layer's keys, or of its values where those are longer; the shorter are padded. Or of a latent."""
     if config.is_latent:
         return latent_size(config, layer, "kv_lora_rank")
-    size: int = config.get("head_dim") or config.size("hidden_size") // config.size("num_attention_heads")
+    size = _usual_head_dim(config)
     if config.family.model_type in _GLOBAL_HEADS and kind(config, layer) != "sliding_attention":
         return _own(config, layer, "head_dim") or config.get("global_head_dim") or 512
     return max(size, config.get("v_head_dim") or 0)

@@ -24,9 +24,9 @@ MOE = (
     "flex_olmo", "flint", "gemma4_text", "glm4_moe", "glm4_moe_lite", "glm4v_moe_text", "glm_moe_dsa", "gpt_oss",
     "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "jamba",
     "kimi_linear", "kolibri1", "laguna", "lara_mini", "lfm2_moe", "llama4_text", "longcat_flash", "mellum",
-    "mimo_v2_flash", "minimax", "minimax_m2", "mistral4", "mixtral", "muse_spark_text", "nemotron_h", "olmoe", "phimoe",
-    "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen3_omni_moe_text", "qwen3_vl_moe_text",
-    "qwen4_exp_text", "sarvam_mla", "sarvam_moe", "solar_open", "step3p5",
+    "mimo_v2_flash", "minimax", "minimax_m2", "minimax_m3_vl_text", "mistral4", "mixtral", "muse_spark_text",
+    "nemotron_h", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen3_omni_moe_text",
+    "qwen3_vl_moe_text", "qwen4_exp_text", "sarvam_mla", "sarvam_moe", "solar_open", "step3p5",
 )  # fmt: skip
 DENSE = (
     "apertus", "apertus1p5_text", "arcee", "bamba", "bitnet", "cohere", "cohere2", "cohere_compass_text", "cwm",
@@ -36,7 +36,7 @@ DENSE = (
     "minicpm3", "ministral", "ministral3", "mistral", "muse_glimmer_text", "nanochat", "nemotron", "olmo", "olmo2",
     "olmo3", "olmo_hybrid", "paddleocr_vl_text", "persimmon", "phi", "phi3", "qwen2", "qwen2_5_omni_text",
     "qwen2_5_vl_text", "qwen2_vl_text", "qwen3", "qwen3_5_text", "qwen3_vl_text", "seed_oss", "smollm3", "stablelm",
-    "starcoder2", "vaultgemma", "youtu",
+    "starcoder2", "vaultgemma", "youtu", "zamba2",
 )  # fmt: skip
 SUPPORTED = tuple(sorted(MOE + DENSE))
 # The first release of transformers that runs a family, where the oldest supported release does not: it lacks the family
@@ -49,6 +49,8 @@ SINCE = {
 }  # fmt: skip
 # Those with an indexer that chooses `index_topk` tokens for each token to attend to: DeepSeek's sparse attention.
 INDEXED = {"axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa"}
+# Those whose indexers choose blocks of keys for each of their heads.
+BLOCK_SPARSE = {"minimax_m3_vl_text"}
 # Those with an indexer that chooses blocks of tokens by the means of their keys, beside keys and values for each head.
 BLOCK_INDEXED = {"qwen4_exp_text"}
 # Those with latent attention (MLA): layers that attend cache a latent and a rotated key for all their heads.
@@ -70,9 +72,7 @@ WANTING = {
     "recurrent layers and no attention: a job needs layers with keys and values": (
         "falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm",
     ),
-    "blocks that several layers share: weights are read layer by layer, each layer's from its own tensors": (
-        "zamba", "zamba2",
-    ),
+    "a scan for each of its heads, whose parameters are stacks of matrices": ("zamba",),
     "convolutions inside its attention layers: they need a state beside keys and values": (
         "inkling2_loop_text", "inkling2_text", "inkling_text", "zaya",
     ),
@@ -80,7 +80,6 @@ WANTING = {
     "compressed attention: its layers keep running summaries of the past, which the paged cache cannot store": (
         "deepseek_v4",
     ),
-    "block-sparse attention: its indexer chooses blocks of a cache that it keeps itself": ("minimax_m3_vl_text",),
     "attention that is computed from more than queries, keys and values": ("doge", "hrm_text"),
     "experts inside its attention layers": ("jetmoe",),
     "experts as rows of one matrix, and layers under names of its own": ("dbrx",),
@@ -120,6 +119,7 @@ _RENAMED: dict[str, Mapping[str, str]] = {
     "lfm3": {"self_attn.gate_proj.": "self_attn.g_proj."},
     "hy_v3": {"mlp.shared_mlp.": "mlp.shared_experts.", "mlp.router.gate.": "mlp.gate."},
     "laguna": {"mlp.shared_expert.": "mlp.shared_experts."},
+    "minimax_m3_vl_text": {"block_sparse_moe.": "mlp.", "self_attn.index_": "self_attn.indexer."},
     "sarvam_moe": {"attention.dense.": "self_attn.o_proj.", "attention.": "self_attn."},
     "step3p5": {"share_expert.": "mlp.shared_experts."},
 }
@@ -127,6 +127,12 @@ _RENAMED: dict[str, Mapping[str, str]] = {
 JOINED: dict[str, tuple[str, tuple[str, ...]]] = {
     "lara_mini": ("linear_attn.in_proj.", tuple(f"linear_attn.in_proj_{part}." for part in ("qkv", "z", "b", "a"))),
     "sarvam_moe": ("query_key_value.", ("q_proj.", "k_proj.", "v_proj.")),
+}
+# Families some of whose layers share blocks, which are held in memory beside what layer 0 has of its own.
+SHARING = {"zamba2"}
+# Families whose modules have one matrix where files have several: part of its name, and those of its parts.
+MERGED: dict[str, tuple[str, tuple[str, ...]]] = {
+    "minimax_m3_vl_text": (".gate_up_proj.", (".gate_proj.", ".up_proj.")),
 }
 
 
@@ -209,6 +215,7 @@ WRAPPERS: Mapping[str, str] = {
     "minicpm_ocr": "qwen3_5_text",
     "minicpmv4_6": "qwen3_5_text",
     "minicpmv4_7": "qwen3_5_text",
+    "minimax_m3_vl": "minimax_m3_vl_text",
     "muse_glimmer": "muse_glimmer_text",
     "nemotron_h_omni": "nemotron_h",
     "ovis2": "qwen2",
@@ -243,10 +250,10 @@ WRAPPERS: Mapping[str, str] = {
     "qwen4_exp": "qwen4_exp_text",
     "step3p7": "step3p5",
 }
-# Text models that transformers has no class of for text alone, and the type whose tensors of files theirs are read as,
-# where that is not their own.
+# Text models, and the type whose tensors of files theirs are read as, where that is not their own.
 CONVERTED_AS = {
     "deepseek_ocr2_text": "qwen2_moe", "ernie4_5_vl_moe_text": "ernie4_5_moe", "glm4v_moe_text": "qwen2_moe",
+    "minimax_m3_vl_text": "minimax_m3_vl",
     "qwen3_omni_moe_text": "qwen2_moe", "qwen3_vl_moe_text": "qwen3_vl_moe", "step3p5": "step3p7",
 }  # fmt: skip
 # One with experts for pictures beside those for text: its files number them as one list, text's first.
@@ -299,6 +306,9 @@ def text_config(values: Mapping[str, Any]) -> dict[str, Any]:
 def text_name(name: str) -> str | None:
     """The name that the text model gives to a tensor of a whole checkpoint; None for other parts' tensors."""
     name = name.removeprefix("thinker.")
+    if ".mtp." in name:
+        # Layers that predict further tokens, inside the text model.
+        return None
     for prefix, own in _PREFIXES.items():
         if name.startswith(prefix):
             return own + name.removeprefix(prefix)

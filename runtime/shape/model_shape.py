@@ -14,7 +14,8 @@ class Matrix:
 
     Of a quantized checkpoint: `kept` is the weight format that has its codes and scales as they are, empty where none
     has, and `bits` those of a code; 0 for floats.
-    `unpacked`: it keeps the model's dtype in every weight format, because parts of it are multiplied with.
+    `unpacked`: it keeps the model's dtype in every weight format, because parts of it are multiplied with. `uses` is
+    how often a token is: layers may share it.
     """
 
     name: str
@@ -23,6 +24,7 @@ class Matrix:
     kept: str = ""
     bits: int = 0
     unpacked: bool = False
+    uses: int = 1
 
     @property
     def numel(self) -> int:
@@ -106,6 +108,11 @@ class KVGroup:
     @property
     def is_latent(self) -> bool:
         return self.rope_dim is not None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether these are keys and values of heads, and no indexer's."""
+        return not (self.is_latent or self.is_index)
 
     @property
     def absorbed_width(self) -> float:

@@ -12,8 +12,9 @@ from ...offload.checkpoint.header import TensorEntry, described
 from ...offload.errors import BadCheckpoint
 from ...quant.formats.format import OPTION_DTYPES
 from ..settings.errors import UnsupportedModel
-from .config import ModelConfig, attention_modules, head_dim, kv_heads, latent_size, window
-from .families import EITHER_WAY, JOINED, TEXT_AND_PICTURES
+from .config import ModelConfig, attention_modules, head_dim, kind, kv_heads, latent_size, sharing_layers, window
+from .config_fields import out_of_range
+from .families import EITHER_WAY, JOINED, MERGED, SHARING, TEXT_AND_PICTURES
 from .model_shape import ExpertsShape, KVGroup, LayerShape, Matrix, ModelShape, RowTable, StateGroup, StoredFormat
 from .quantized import ModelTensors, QuantizedWeight, ReadSmall, model_tensors
 
@@ -109,8 +110,11 @@ def _lightning(config: ModelConfig) -> _State:
 def _mamba2(config: ModelConfig) -> _State:
     """Mamba-2: one matrix [P, N] per head."""
     inner = config.get("mamba_d_ssm") or int(config.get("mamba_expand") * config.size("hidden_size"))
-    heads, size = config.size("mamba_n_heads"), config.size("mamba_d_state")
-    channels = inner + 2 * config.size("mamba_n_groups") * size
+    heads, size = config.get("mamba_n_heads") or config.size("n_mamba_heads"), config.size("mamba_d_state")
+    groups = config.get("mamba_n_groups") or config.size("mamba_ngroups")
+    if inner % heads or heads % groups:
+        raise out_of_range("mamba_n_heads", heads, f"a divisor of {inner} and a multiple of mamba_n_groups {groups}")
+    channels = inner + 2 * groups * size
     return channels, config.size("mamba_d_conv"), (heads, inner // heads, size)
 
 
@@ -148,6 +152,7 @@ RECURRENT: Mapping[str, Callable[[ModelConfig], _State]] = {
     "qwen3_5_text": _gated_delta,
     "qwen3_next": _gated_delta,
     "qwen4_exp_text": _gated_delta,
+    "zamba2": _mamba2,
 }
 
 
@@ -158,7 +163,7 @@ _EXPERT = re.compile(r"experts\.(\d+)\.(.+)$")
 _UNUSED = re.compile(
     r"\.(slope_rate|query_decay|key_decay|diagonal_decay|layer_multipliers|ngram_heads_vocab_sizes|ngram_heads_offsets)$"
 )
-_INDEXER = re.compile(r"(^|\.)indexer\.(wk|index_qk_proj)\.weight$")
+_INDEXER = re.compile(r"(^|\.)indexer\.(wk|k_proj|index_qk_proj)\.weight$")
 _ROUTER = re.compile(r"(^|\.)(gate|gate\.wg|shared_expert_gate|router|router\.\w+)\.weight$")
 _DOWN = re.compile(r"(^|\.)(down_proj|w2|fc2|output_linear)(\.weight)?$")
 _OPTION_OF = {each.safetensors: name for name, each in OPTION_DTYPES.items()}
@@ -255,6 +260,8 @@ def divided(config: ModelConfig, entry: TensorEntry) -> Sequence[TensorEntry]:
     """
     if config.family.model_type == TEXT_AND_PICTURES:
         return _for_text(config, entry)
+    if config.family.model_type in SHARING:
+        return [entry._replace(name=shared_name(config, entry.name))]
     joined, names = JOINED.get(config.family.model_type, ("", ()))
     if not joined or joined not in entry.name:
         return [entry]
@@ -267,6 +274,20 @@ def divided(config: ModelConfig, entry: TensorEntry) -> Sequence[TensorEntry]:
         parts.append(TensorEntry(entry.name.replace(joined, name), entry.dtype, (count, *entry.shape[1:]), begin, end))
         begin = end
     return parts
+
+
+# What layer 0 has of the blocks that layers share, and the name that a layer has for the one that it uses.
+SHARED = "shared_blocks"
+_SHARED = re.compile(r"(^|\.)layers\.(\d+)\.shared_transformer\.")
+
+
+def shared_name(config: ModelConfig, name: str) -> str:
+    """The name in layer 0 of a tensor of a shared block, which files have under one of the layers that use it."""
+    match, layers = _SHARED.search(name), sharing_layers(config)
+    if match is None or int(match[2]) not in layers:
+        return name
+    block = layers.index(int(match[2])) % config.size("num_mem_blocks")
+    return f"{name[: match.start()]}{match[1]}layers.0.{SHARED}.{block}.{name[match.end() :]}"
 
 
 def _for_text(config: ModelConfig, entry: TensorEntry) -> list[TensorEntry]:
@@ -381,6 +402,8 @@ def group_of(name: str) -> str:
 
 def _attending(config: ModelConfig, layers: Mapping[int, Mapping[str, TensorEntry]]) -> list[int]:
     """The layers that have keys and values: all of them, but in families that have recurrent ones."""
+    if config.family.model_type in SHARING:
+        return sharing_layers(config)
     hybrid = config.family.model_type in RECURRENT
     return [index for index, tensors in sorted(layers.items()) if not hybrid or attends(tensors)]
 
@@ -397,8 +420,9 @@ def kv_groups(
         key = kv_heads(config, layer), head_dim(config, layer), window(config, layer)
         latent = ("qk_rope_head_dim", "num_attention_heads") if config.is_latent else ()
         own = (latent_size(config, layer, name) for name in latent)
-        groups[*key, *own].extend(attention_modules(config, layer))
-    found = [KVGroup(tuple(layers), *key) for key, layers in groups.items()]  # type: ignore[arg-type]
+        # Layers that choose are computed otherwise than those beside them that do not.
+        groups[kind(config, layer) == "minimax_m3_sparse", *key, *own].extend(attention_modules(config, layer))
+    found = [KVGroup(tuple(layers), *key[1:]) for key, layers in groups.items()]  # type: ignore[arg-type]
     if config.is_indexed and (layers := tuple(indexing)):
         size, chosen = config.index_key
         found.append(KVGroup(layers, 1, size, None, chosen=chosen))
@@ -420,11 +444,14 @@ def _layer(index: int, tensors: Mapping[str, TensorEntry], config: ModelConfig, 
     ]
     matrices = tuple(
         Matrix(
-            name.removesuffix(".weight"), entry.shape[0], entry.shape[1], *_stored_as([entry], found),
+            name.removesuffix(".weight"), sum(part.shape[0] for part in parts), parts[0].shape[1],
+            # Conversions join floats.
+            *(_stored_as(parts, found) if len(parts) == 1 else ("", _stored_as(parts, found)[1])),
             # Attention multiplies queries and sums of latents with parts of the one; the other is small, and decides.
             unpacked=config.is_latent and name.endswith(("kv_b_proj.weight", "indexer.weights_proj.weight")),
+            uses=_uses(config, name),
         )
-        for name, entry in sorted(dense.items())
+        for name, parts in sorted(_merged(config, dense).items())
     )  # fmt: skip
     numel = sum(entry.numel for entry in resident)
     return LayerShape(index, matrices, experts, numel, _table(parts, config) if parts else None)
@@ -437,6 +464,22 @@ def _table(parts: Sequence[TensorEntry], config: ModelConfig) -> RowTable:
     if len(kinds) > 1 or len(columns) != 1 or dtype not in _OPTION_OF:
         raise UnsupportedModel(f"{described(parts[0].name)} and parts beside it are of kinds {sorted(kinds)[:3]}")
     return RowTable(sum(entry.shape[0] for entry in parts), columns[0], config.table_rows)
+
+
+def _uses(config: ModelConfig, name: str) -> int:
+    """How many layers multiply with a matrix: those that share its block, unless it is an adapter of one of them."""
+    if not name.startswith(SHARED) or "adapter" in name:
+        return 1
+    return len(sharing_layers(config)[int(name.split(".")[1]) :: config.size("num_mem_blocks")])
+
+
+def _merged(config: ModelConfig, dense: Mapping[str, TensorEntry]) -> dict[str, list[TensorEntry]]:
+    """The tensors of a layer's matrices by the names of the module, which may have one where files have several."""
+    whole, parts = MERGED.get(config.family.model_type, ("", ()))
+    found: dict[str, list[TensorEntry]] = defaultdict(list)
+    for name, entry in dense.items():
+        found[renamed_in(name, dict.fromkeys(parts, whole))].append(entry)
+    return found
 
 
 def _stored_as(entries: Iterable[TensorEntry], found: ModelTensors) -> tuple[str, int]:

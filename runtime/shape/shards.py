@@ -11,7 +11,7 @@ from ...quant.scratch import scratch_nbytes
 from ..settings.errors import SettingError
 from .families import EITHER_WAY, SUPPORTED, family
 from .model_shape import LayerShape, Matrix, ModelShape
-from .read import SMALL
+from .read import SHARED, SMALL
 
 # The formats of `--quant`.
 FORMATS = tuple(QUANT_FORMATS)
@@ -223,14 +223,24 @@ class LayerShards:
 
 @dataclass(frozen=True, slots=True)
 class ModelShards:
-    """Everything that is packed; `head` is None where it is tied to the embedding."""
+    """Everything that is packed; `head` is None where it is tied to the embedding.
+
+    The dense shards of the first `held` layers never stream: layer 0 has the blocks that others share.
+    """
 
     layers: tuple[LayerShards, ...]
     head: ShardLayout | None
+    held: int = 0
 
     @property
     def nbytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers) + (self.head.nbytes if self.head else 0)
+
+    @property
+    def shared_nbytes(self) -> int:
+        """Bytes of the blocks that layers share; 0 where there are none."""
+        matrices = self.layers[0].dense.matrices
+        return sum(matrix.layout.nbytes for matrix in matrices if matrix.name.startswith(SHARED))
 
     def packed_nbytes(self) -> dict[str, int]:
         """Bytes of matrices by their actual format."""
@@ -261,7 +271,8 @@ def model_shards(shape: ModelShape, format_name: str, dtype: str, order: str = "
     """
     chosen = format_name, dtype, order
     layers = tuple(_layer_shards(layer, *chosen) for layer in shape.layers)
-    return ModelShards(layers, _shard((shape.head,), *chosen) if shape.head else None)
+    held = int(any(matrix.name.startswith(SHARED) for matrix in shape.layers[0].dense))
+    return ModelShards(layers, _shard((shape.head,), *chosen) if shape.head else None, held)
 
 
 def _layer_shards(layer: LayerShape, format_name: str, dtype: str, order: str) -> LayerShards:

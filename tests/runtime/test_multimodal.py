@@ -104,8 +104,8 @@ def test_a_wrapper_that_changes_its_text_model_is_refused() -> None:
 
 
 def test_the_text_model_decides_whether_a_wrapper_runs() -> None:
-    with pytest.raises(UnsupportedModel, match="'minimax_m3_vl_text' has block-sparse attention"):
-        ModelConfig({"model_type": "llava", "text_config": {"model_type": "minimax_m3_vl_text"}})
+    with pytest.raises(UnsupportedModel, match="'mistral_large4_text' has latents that several"):
+        ModelConfig({"model_type": "llava", "text_config": {"model_type": "mistral_large4_text"}})
 
 
 def test_keys_of_other_parts_do_not_refuse_a_model(tmp_path: Path) -> None:

@@ -181,7 +181,9 @@ def test_fewer_tokens_a_pass_than_a_cut_are_refused(checkpoint: Callable[[str], 
 
 
 @pytest.mark.sample("qwen3_next")
-@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "bailing_hybrid", "minimax", "lfm3", "qwen4_exp_text"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_next", "kimi_linear", "bailing_hybrid", "minimax", "lfm3", "qwen4_exp_text", "zamba2"]
+)
 def test_samples_of_a_prompt_go_on_from_copies_of_its_state(family: str, checkpoint: Callable[[str], Path]) -> None:
     rows = prompts()[1:3]
 

@@ -24,6 +24,10 @@ GATED_DELTA = {
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_chunk_size": 32}
 # Fewer tokens than most prompts have, and heads enough for scores to differ: zeros would be equal.
 INDEXER = {"index_topk": 24, "index_head_dim": 32, "index_n_heads": 8}
+# Three blocks of seven tokens: as many tokens, or fewer, than half of the prompts have.
+BLOCKS = {
+    "index_block_size": 7, "index_topk_blocks": 3, "index_local_blocks": 1, "index_head_dim": 24, "index_n_heads": 2,
+}  # fmt: skip
 # Positions of pictures have three axes, between which the elements of a head are divided.
 MROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]}
 SHORT_MROPE = MROPE | {"mrope_section": [2, 3, 3]}
@@ -140,6 +144,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mellum": {"layer_types": ["full_attention", "sliding_attention"] * 2},
     "mimo_v2_flash": {"num_key_value_heads": 1, "v_head_dim": 16},
     "minicpm3": {"num_key_value_heads": 4, "scale_depth": 1.4, "dim_model_base": 32},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "dense_intermediate_size": 96,
+        "shared_intermediate_size": 48, "rotary_dim": 16, "swiglu_limit": 0.6, **BLOCKS,
+    },
     "minimax": {
         "layer_types": ["full_attention", "linear_attention"] * 2, "block_size": 32, "full_attn_alpha_factor": 1.5,
         "linear_attn_beta_factor": 0.7, "mlp_alpha_factor": 1.2,
@@ -190,6 +199,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "stablelm": {"use_qkv_bias": True, "qk_layernorm": True, "num_key_value_heads": 2},
     "youtu": {"num_key_value_heads": 4},
+    # Two blocks, of which one has three uses and the other two, in no order; adapters in attention, too.
+    "zamba2": {
+        "hidden_size": 40, "num_hidden_layers": 7, "num_mem_blocks": 2, "adapter_rank": 6,
+        "use_shared_attention_adapter": True,
+        "layers_block_type": [
+            "linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid", "hybrid", "hybrid",
+        ],
+        "n_mamba_heads": 8, "mamba_ngroups": 2, "mamba_d_state": 16, "chunk_size": 32, "use_mem_rope": True,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "pad_token_id": 0, "time_step_min": 0.01,
+        "tie_word_embeddings": True,
+    },
 }  # fmt: skip
 
 # One family for each thing that the seams meet; tests that cost more than a moment run these.
@@ -208,12 +228,14 @@ FEATURES = (
     "longcat_flash",  # two attentions in a layer, experts that return their input
     "mimo_v2_flash",  # values shorter than keys, more KV heads in sliding layers
     "minimax",  # recurrent layers without a convolution, a window in layers that are called full
+    "minimax_m3_vl_text",  # an indexer that chooses blocks for each head, matrices that files have in parts
     "minimax_m2",  # routers with corrections that are buffers
     "mixtral",  # a window in every layer, renamed blocks
     "nemotron_h",  # layers of one part each: Mamba-2, attention, experts or a network; other names outside of layers
     "phimoe",  # a window that only the mask tells
     "qwen3_moe",  # experts apart in the file
     "qwen3_next",  # recurrent layers beside attention
+    "zamba2",  # blocks that layers share, with adapters for each use
     "stablelm",  # layers that do not hand on what the model's call gives them
 )
 
@@ -246,6 +268,10 @@ def stored_numel(model: Any) -> int:
     return sum(one.numel() for name, one in named.items() if not any(part in name for part in parts)) - unused
 
 
+# Where attention to few tokens would make float32 and float64 differ after some layers: it has no residual stream.
+_SPREADS = {"zamba2": 0.15}
+
+
 def build_model(family: str, **sizes: Any) -> Any:
     """A stock transformers model with random weights, as spread out as a trained one: greedy tokens vary.
 
@@ -258,7 +284,7 @@ def build_model(family: str, **sizes: Any) -> Any:
     model = text_class(type(config))(config).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            spread = 0.3 if parameter.dim() > 1 else 0.1
+            spread = _SPREADS.get(family, 0.3) if parameter.dim() > 1 else 0.1
             if "bias" in name or "sinks" in name or parameter.dim() > 1:
                 parameter.add_(torch.randn_like(parameter) * spread)
         for name, buffer in model.named_buffers():

@@ -9,7 +9,7 @@ sequences, which some of its fallbacks ignore.
   (Kimi Team, Kimi Linear, 2025), of Kimi Linear and Ling, has a decay for each element of a key.
 - Lightning attention (Qin et al., Lightning Attention-2, 2024): MiniMax-Text-01.
 - Mamba (Gu and Dao, Linear-Time Sequence Modeling with Selective State Spaces, 2023): Jamba.
-- Mamba-2 (Dao and Gu, Transformers are SSMs, 2024): Granite 4, Bamba, Nemotron-H, Falcon-H1.
+- Mamba-2 (Dao and Gu, Transformers are SSMs, 2024): Granite 4, Bamba, Nemotron-H, Falcon-H1, Zamba2.
 """
 
 from __future__ import annotations

@@ -180,5 +180,5 @@ def test_prompts_in_bf16_take_no_flash_attention_without_a_gpu() -> None:
 def test_no_word_of_a_call_is_left_out() -> None:
     """A feature that a call learns to ask for must reach the kernels: add it there, then here."""
     words = {field.name for field in dataclasses.fields(AttentionCall)}
-    # `latent` and `index` are for LatentAttention alone, which no kernel of these computes.
-    assert words == {"layer", "scale", "window", "chunk", "softcap", "sinks", "latent", "index"}
+    # `latent` and `index` are for LatentAttention alone, `blocks` for BlockAttention: no kernel of these computes them.
+    assert words == {"layer", "scale", "window", "chunk", "softcap", "sinks", "latent", "index", "blocks"}

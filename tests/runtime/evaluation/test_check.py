@@ -223,13 +223,12 @@ def prepared(model: Path, store: Path, dtype: str = "fp32") -> Path:
     return store
 
 
-# Of every way in which transformers' code has experts, biases, recurrent layers and latents.
+# Of every way in which transformers' code has experts, biases, recurrent layers, latents and shared blocks.
+WAYS = "gpt_oss longcat_flash llama4_text qwen3_next deepseek_v3 jamba granitemoe gemma3_text zamba2"
+
+
 @pytest.mark.sample("gpt_oss", "longcat_flash", "llama4_text")
-@pytest.mark.parametrize(
-    "family",
-    ["gpt_oss", "longcat_flash", "llama4_text", "qwen3_next", "deepseek_v3", "jamba", "granitemoe", "gemma3_text",
-     *installed(["qwen4_exp_text"])],
-)  # fmt: skip
+@pytest.mark.parametrize("family", [*WAYS.split(), *installed(["qwen4_exp_text"])])
 def test_a_layer_at_a_time_gives_what_the_whole_model_gives(
     family: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

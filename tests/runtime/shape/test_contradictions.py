@@ -18,7 +18,7 @@ from moedge.offload.errors import BadCheckpoint
 from moedge.runtime.model.definition import define
 from moedge.runtime.model.loading import CheckpointLoader
 from moedge.runtime.settings.errors import UnsupportedModel
-from moedge.runtime.shape.checkpoint_shape import check_tensors, read_shape
+from moedge.runtime.shape.checkpoint_shape import check_tensors, open_checkpoint, read_shape
 from moedge.runtime.shape.config import ModelConfig
 from moedge.runtime.shape.read import by_layer, kv_groups
 from support.tiny_families import FEATURES, stored_numel, tiny_config
@@ -51,8 +51,9 @@ def test_what_transformers_writes_passes(family: str, number: int, tmp_path: Pat
     model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
     model.save_pretrained(tmp_path)
     assert read_shape(tmp_path).parameters == stored_numel(model)
-    with Checkpoint(tmp_path) as files:
-        CheckpointLoader(define(ModelConfig.read(tmp_path), torch.float32), files, torch.float32).check()
+    read = ModelConfig.read(tmp_path)
+    with open_checkpoint(read, tmp_path) as files:
+        CheckpointLoader(define(read, torch.float32), files, torch.float32).check()
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "granitemoe"])

@@ -43,9 +43,10 @@ INERT = {
     "time_step_floor", "time_step_max", "rescale_prenorm_residual", "residual_in_fp32", "mamba_ssm_cache_dtype",
     "moe_shared_expert_overlap", "mtp_layers_block_type", "use_associative_scan", "use_mamba_kernels", "use_mambapy",
     # Follow from other fields, which transformers' classes compare.
-    "expand", "mamba_d_head", "number_of_conv_states",
+    "expand", "mamba_d_head", "attention_head_dim", "attention_hidden_size", "hybrid_layer_ids", "kv_channels",
+    "mamba_headdim", "num_query_groups", "number_of_conv_states",
     # Of training.
-    "lambda_std_dev",
+    "lambda_std_dev", "use_mem_eff_path",
     "mtp_loss_scaling_factor",
     # Any other than the default is refused.
     "time_step_limit",

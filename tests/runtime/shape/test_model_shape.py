@@ -234,7 +234,9 @@ def test_a_transformers_that_expands_before_it_caches_is_refused(
 
 
 def check_heads(shape: ModelShape, layers: Any) -> None:
-    modules = [one for layer in layers for one in layer.modules() if hasattr(one, "expand_kv")]
+    modules = [
+        one for layer in layers for one in layer.modules() if hasattr(one, "expand_kv") or hasattr(one, "indexer")
+    ]
     for group in shape.kv_groups:
         if group.is_latent:
             own = [one for one in modules if one.layer_idx in group.layers]
@@ -249,7 +251,7 @@ def check_heads(shape: ModelShape, layers: Any) -> None:
             continue
         for index in group.layers:
             layer = layers[index // (2 if shape.model_type in TWO_CALLS else 1)]
-            attention = getattr(layer, "self_attn", None) or layer.mixer
+            attention = getattr(getattr(layer, "shared_transformer", layer), "self_attn", None) or layer.mixer
             assert group.head_dim == max(attention.head_dim, getattr(attention, "v_head_dim", 0))
             if isinstance(getattr(attention, "k_proj", None), nn.Linear):
                 assert group.kv_heads * attention.head_dim == attention.k_proj.out_features
@@ -259,6 +261,8 @@ def chosen_by(indexer: Any) -> tuple[int, int]:
     """Elements of an indexer's key, and the most tokens that a token then attends to."""
     if hasattr(indexer, "compress_ratio"):
         return indexer.index_head_dim, indexer.token_budget + indexer.compress_ratio - 1
+    if hasattr(indexer, "topk_blocks"):
+        return indexer.head_dim, indexer.topk_blocks * indexer.block_size
     return indexer.head_dim, indexer.index_topk
 
 
@@ -336,7 +340,7 @@ def test_reading_a_shape_imports_no_torch(checkpoint: Callable[[str], Path]) -> 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"model_type": "minimax_m3_vl_text"}, "sparse attention"),
+        ({"model_type": "glm5_next_text"}, "sparse attention"),
         ({"model_type": "mamba2"}, "recurrent"),
         ({"model_type": "no_such_model"}, "not supported"),
         ({"model_type": 7}, "not supported"),
