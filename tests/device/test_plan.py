@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from moedge.quant.kernels.gpu import Gpu, Lacks
-from moedge.runtime.plan.placement import LOADING_NBYTES, MIN_RING_EXPERTS, Workload, device_ring
 from moedge.runtime.plan.kernels import planned_kernels
+from moedge.runtime.plan.placement import LOADING_NBYTES, MIN_RING_EXPERTS, Workload, device_ring
 from moedge.runtime.plan.planner import budget_range, make_plan
 from moedge.runtime.settings.errors import DoesNotFit
 from moedge.runtime.settings.settings import WITHOUT_KERNELS, DeviceBudget, MemoryBudget, Settings
