@@ -98,7 +98,7 @@ class Grouped(NamedTuple):
 @torch.inference_mode()
 def wrong_grouping(device: torch.device) -> str:
     """What a device groups otherwise than a stable sort does; "" if nothing. Raises what Triton and CUDA raise."""
-    experts, tokens, per_token, height = 128, 300, 8, 16
+    experts, tokens, per_token, height = 20, 300, 4, 16
     expert_ids = torch.arange(tokens * per_token).view(tokens, per_token) * 37 % (experts - 1)
     totals = torch.zeros(2, experts, dtype=torch.int64, device=device)
     grouped = Grouped.of(expert_ids.to(device), totals, height)

@@ -30,7 +30,13 @@ def choices(tokens: int, experts: int, per_token: int, seed: int = 0) -> torch.T
 # Experts and experts of a token of gpt-oss, Qwen3-30B-A3B, Qwen3-Next; more tokens than one chunk of choices; and one.
 @pytest.mark.parametrize(
     ("tokens", "experts", "per_token", "height"),
-    [(37, 32, 4, 16), (3, 128, 8, 16), (150, 128, 8, 64), (2, 512, 10, 16), (1, 60, 1, 32), (700, 5, 3, 16)],
+    [
+        *((37, 32, 4, 16), (1, 60, 1, 32), (700, 5, 3, 16)),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((3, 128, 8, 16), (150, 128, 8, 64), (2, 512, 10, 16))
+        ),
+    ],
 )
 def test_choices_are_sorted_by_expert(tokens: int, experts: int, per_token: int, height: int) -> None:
     ids = choices(tokens, experts, per_token)

@@ -92,6 +92,7 @@ PUBLISHED: tuple[Published, ...] = (
     Published("mimo_v2_flash", "MiMo-V2-Flash", 4096, (16384, 2048), (64, 4), (192, 128), 152576, (256, 8)),
     Published("minimax", "MiniMax-Text-01", 6144, (9216,), (64, 8), (128,), 200064, (32, 2)),
     Published("minimax_m2", "MiniMax-M2", 3072, (1536,), (48, 8), (128,), 200064, (256, 8)),
+    Published("minimax_m3_vl_text", "(default)", 6144, (12288, 3072), (64, 4), (128,), 200064, (128, 4)),
     Published("mistral4", "(default)", 4096, (12288, 2048), (32, 32), (128,), 131072, (128, 4), (1024, 256, 64)),
     Published("mixtral", "Mixtral-8x7B", 4096, (14336,), (32, 8), (128,), 32000, (8, 2)),
     Published("mixtral", "Mixtral-8x22B", 6144, (16384,), (48, 8), (128,), 32768, (8, 2)),
@@ -111,6 +112,7 @@ PUBLISHED: tuple[Published, ...] = (
     Published("qwen3_next", "Qwen3-Next-80B-A3B", 2048, (5120, 512), (16, 2), (256, 128), 151936, (512, 10)),
     Published("qwen3_omni_moe_text", "(default)", 2048, (18944, 768), (28, 4), (128,), 3584, (128, 8)),
     Published("qwen3_vl_moe_text", "(default)", 2048, (5632, 1408), (16, 16), (128,), 151936, (60, 4)),
+    Published("qwen4_exp_text", "(default)", 2048, (512,), (16, 2), (256, 128), 248320, (512, 10)),
     Published("sarvam_mla", "(default)", 4096, (16384, 2048), (64, 64), (192, 128), 262144, (128, 8), (512, 64)),
     Published("sarvam_moe", "(default)", 4096, (8192, 1024), (64, 4), (64,), 262144, (128, 6)),
     Published("solar_open", "Solar-Open-100B", 4096, (10240, 1280), (64, 8), (128,), 196608, (128, 8)),
@@ -210,6 +212,7 @@ PUBLISHED: tuple[Published, ...] = (
     Published("starcoder2", "starcoder2-7b", 4608, (18432,), (36, 4), (128,), 49152),
     Published("vaultgemma", "vaultgemma-1b", 1152, (6912,), (4, 4), (256,), 256000),
     Published("youtu", "Youtu-LLM-2B", 2048, (6144,), (16, 16), (192, 128), 128256, (0, 0), (1536, 512, 64)),
+    Published("zamba2", "(default)", 2560, (10240,), (32, 32), (160, 640), 32000),
 )  # fmt: skip
 
 
