@@ -212,9 +212,9 @@ BUGS = _bugs(
     Bug(
         "columns of a Triton product",
         "quant/kernels/product.py",
-        "    sums = tl.full((S.rows, S.outputs), 0.0, tl.float32)\n    for start in range(0, S.num_columns, S.depth):",
-        "    sums = tl.full((S.rows, S.outputs), 0.0, tl.float32)\n"
-        "    for start in range(0, S.num_columns // 64 * 64, S.depth):",
+        "    for start in range(0, S.num_columns, S.depth):\n        scales = load_scales(packed, place, start, S)",
+        "    for start in range(0, S.num_columns // 64 * 64, S.depth):\n"
+        "        scales = load_scales(packed, place, start, S)",
         "grouped products",
     ),
     Bug(

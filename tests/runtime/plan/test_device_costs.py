@@ -149,6 +149,12 @@ def test_torch_moves_as_many_bytes_for_a_weight(quant: str) -> None:
     assert nbytes / numel == pytest.approx(ASSUMED[quant].dense_nbytes, rel=0.05)
 
 
+@pytest.mark.parametrize(("quant", "most"), [("int8", 4), ("int4", 4), ("mxfp4", 4), ("nf4", 5)])
+def test_a_weight_takes_few_instructions_in_tiles_of_few_rows(quant: str, most: int) -> None:
+    """More of them, and a GPU that has few bytes a clock for each of its schedulers would wait for them."""
+    assert 0 < max(counts[0] for counts in ASSUMED[quant].instructions.values()) <= most
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [75, 80, 89, 90, 120])
 def test_instructions_are_those_that_kernels_compile_to(arch: int) -> None:
