@@ -86,7 +86,12 @@ def wanted(stock: Callable[[Path], Any], checkpoint: Callable[..., Path]) -> lis
 
 
 @pytest.mark.sample("held", "linked")
-@pytest.mark.parametrize("stored", ["", "copied", "linked", "int8"], ids=["held", "copied", "linked", "int8"])
+# Each of what is stored is in the fast lane once: rows of the checkpoint's own files, and of a store's.
+@pytest.mark.parametrize(
+    "stored",
+    ["", "copied", *(pytest.param(each, marks=pytest.mark.slow) for each in ("linked", "int8"))],
+    ids=["held", "copied", "linked", "int8"],
+)
 def test_rows_of_tables_come_from_files_and_tokens_are_those_of_transformers(
     stored: str, wanted: list[list[int]], checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -181,9 +186,9 @@ def _not_restored(plain: Any) -> Any:
     ("owner", "name", "bug"),
     [
         (ngrams, "tokens_before", _stale),
-        (TableReader, "read", _next_row),
-        (pass_states, "_cut", _not_restored),
-        (AttentionCall, "leaves_out", lambda plain: lambda self, length: False),
+        pytest.param(TableReader, "read", _next_row, marks=pytest.mark.slow),
+        pytest.param(pass_states, "_cut", _not_restored, marks=pytest.mark.slow),
+        pytest.param(AttentionCall, "leaves_out", lambda plain: lambda self, length: False, marks=pytest.mark.slow),
     ],
     ids=["stale last tokens", "a row off by one", "a state not restored", "all tokens attended to"],
 )
