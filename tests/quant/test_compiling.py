@@ -14,7 +14,6 @@ from matrix.compiling.pairwise import pairwise
 
 FACTS = {
     "registers": 96, "spill": 0, "spills_in_loop": False, "shared": 20 << 10, "warps": 4, "mma": True, "codes": [16],
-    "async": [8, 16],
 }  # fmt: skip
 HOT = SimpleNamespace(hot=True, dots=True, line=32, reads=True)
 
@@ -55,7 +54,6 @@ def test_warps_of_an_sm(changed: dict[str, Any], arch: int, warps: int) -> None:
     [
         ({"codes": [1, 16]}, "codes are loaded [1] bytes wide"),
         ({"codes": []}, "no load of codes"),
-        ({"async": [4, 16]}, "cp.async of 4 bytes"),
         ({"mma": False}, "no tensor cores"),
         ({"shared": 100 << 10}, "shared memory"),
         ({"spill": 4, "spills_in_loop": True}, "spill in a loop"),

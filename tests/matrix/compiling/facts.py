@@ -68,8 +68,7 @@ def compile_launch(launch: Launch) -> dict[str, Any]:
         "shared": kernel.metadata.shared,
         "warps": kernel.metadata.num_warps,
         "mma": bool(_MMA.search(ptx)),
-        "codes": sorted({nbytes for nbytes, _, of_codes in loads if of_codes}),
-        "async": sorted({nbytes for nbytes, is_async, _ in loads if is_async}),
+        "codes": sorted({nbytes for nbytes, of_codes in loads if of_codes}),
     }
 
 
@@ -94,8 +93,8 @@ def spills_in_loop(sass: str) -> bool:
     return any(target <= spill <= begin for begin, target in branches for spill in spills)
 
 
-def loads_of(ptx: str) -> Iterator[tuple[int, bool, bool]]:
-    """(bytes, whether it goes past the registers, whether it is of codes) of every load from global memory."""
+def loads_of(ptx: str) -> Iterator[tuple[int, bool]]:
+    """(bytes, whether it is of codes) of every load from global memory, also past the registers."""
     files = dict(_FILE.findall(ptx))
     place, within = ("", 0), False
     for line in ptx.splitlines():
@@ -105,9 +104,9 @@ def loads_of(ptx: str) -> Iterator[tuple[int, bool, bool]]:
             # LLVM counts lines of assembler as lines of the source.
             place = place if within else (files.get(found[1], ""), int(found[2]))
         elif found := _ASYNC.search(line):
-            yield int(found[1], 0), True, place in code_lines()
+            yield int(found[1], 0), place in code_lines()
         elif found := _LOAD.search(line):
-            yield int(found[1] or 1) * int(found[2]) // 8, False, place in code_lines()
+            yield int(found[1] or 1) * int(found[2]) // 8, place in code_lines()
 
 
 @cache

@@ -53,8 +53,6 @@ def broken(subject: Any, facts: dict[str, Any], arch: int, pinned: bool = True) 
         yield f"codes are loaded {narrow} bytes wide, wanted {width} or more"
     if subject.reads and not facts["codes"]:
         yield "no load of codes was found"
-    if width >= LEAST_WIDTH and min(facts["async"], default=LEAST_WIDTH) < LEAST_WIDTH:
-        yield f"cp.async of {min(facts['async'])} bytes, wanted {LEAST_WIDTH} or more"
     if subject.dots and arch >= 80 and not facts["mma"]:
         yield "no tensor cores in a product of 16-bit numbers"
     if facts["shared"] > LIMITS[arch].block_shared * 1024:

@@ -19,10 +19,11 @@ from matrix.compiling import facts, rules, subjects, tritons
 
 # All that becomes code on the device, and what reads it.
 SOURCES = (
-    "quant/kernels/product.py", "runtime/attention/kernels/paged.py",
-    "runtime/attention/kernels/paged.py", "runtime/attention/kernels/paged.py", "runtime/attention/kernels/paged.py",
+    "quant/kernels/decode.py",
+    "quant/kernels/product.py",
+    "runtime/attention/kernels/paged.py",
     "tests/matrix/compiling/facts.py",
-)  # fmt: skip
+)
 
 
 def main(arch: int, quick: bool, results: Path) -> None:

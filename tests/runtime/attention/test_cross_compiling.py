@@ -45,10 +45,10 @@ def test_each_kernel_compiles_and_keeps_the_rules() -> None:
             "gate and up, bf16 nf4 1536x2048 silu 16 rows: does not compile",
         ),
         (
-            "quant/kernels/operands.py",
-            "16: Tiles(16, 64, 64, 8, 1)",
-            "16: Tiles(16, 64, 64, 4, 3)",
-            "cp.async of 4 bytes",
+            "quant/kernels/tuning.py",
+            "16: Tiles(16, 64, 128, 4, 3)",
+            "16: Tiles(16, 256, 128, 4, 3)",
+            "warps an SM, wanted 12 or more",
         ),
         (
             "quant/kernels/product.py",
@@ -57,7 +57,7 @@ def test_each_kernel_compiles_and_keeps_the_rules() -> None:
             "codes are loaded",
         ),
     ],
-    ids=["zeros", "stages", "width"],
+    ids=["zeros", "tiles", "width"],
 )
 def test_what_was_mended_is_noticed_when_it_breaks(path: str, good: str, bad: str, words: str, tmp_path: Path) -> None:
     """Negative control, in a copy of the sources."""
