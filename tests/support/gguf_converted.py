@@ -170,7 +170,7 @@ def save(case: str, folder: Path) -> None:
     family = family_of(case)
     own = {**tiny_families.SETTINGS.get(family, {}), **FAMILIES[case]}
     with patch.dict(tiny_families.SETTINGS, {family: own}):
-        model = tiny_families.build_model(family, **SIZES)
+        model = tiny_families.build_model(family, **{name: SIZES[name] for name in SIZES.keys() - own.keys()})
     model.save_pretrained(folder)
     save_tokenizer(folder, model.config.vocab_size)
     config = json.loads((folder / "config.json").read_text()) | _PUBLISHED.get(case, {})

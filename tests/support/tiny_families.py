@@ -249,7 +249,7 @@ def tiny_config(family: str, **sizes: Any) -> Any:
 
     config_class = CONFIG_MAPPING[family]
     known = {field.name for field in dataclasses.fields(config_class)}
-    own = {name: value for name, value in sizes.items() if name not in SIZES}
+    own = {name: value for name, value in sizes.items() if name in known and name not in SIZES}
     sizes = {name: value for name, value in {**SIZES, **sizes}.items() if name in known}
     return config_class(**{**sizes, **SETTINGS.get(family, {}), **own})
 
