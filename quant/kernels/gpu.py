@@ -16,18 +16,19 @@ BF16_CAPABILITY = (8, 0)
 class Lacks(NamedTuple):
     """Why the kernels of each family cannot run, "" if they can.
 
-    The families are attention over the KV cache, storing keys and values in it (`cache`), and grouped products of
-    experts. torch computes a family whose kernels cannot run; the kernels of the others are used.
+    The families are attention over the KV cache, storing keys and values in it (`cache`), grouped products of experts,
+    and drawing tokens (`sampling`). torch computes a family whose kernels cannot run; the kernels of the others are used.
     """
 
     attention: str = ""
     cache: str = ""
     experts: str = ""
+    sampling: str = ""
 
     @classmethod
     def everything(cls, reason: str) -> Self:
         """No family can run, for one reason."""
-        return cls(reason, reason, reason)
+        return cls(reason, reason, reason, reason)
 
     @property
     def reasons(self) -> dict[str, str]:

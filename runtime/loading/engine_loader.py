@@ -62,7 +62,7 @@ from ..plan.kernels import FUSED_DECODER, FUSED_LAYERS, SEAMS, Kernels, product_
 from ..plan.memory_ledger import FUSED, KV_CACHE, PARKED, RINGS, STAGED, STATES, WEIGHTS, WORKSPACE, MemoryLedger
 from ..plan.placement import LOADING_NBYTES, Plan
 from ..plan.planner import PlanResult
-from ..sampling.sampler import Sampler
+from ..sampling.sampler import DrawRows, Sampler
 from ..settings.stages import stage
 from ..shape.checkpoint_shape import open_checkpoint, read_tensors
 from ..shape.config import ModelConfig
@@ -314,13 +314,20 @@ class Loading:
             limits = PassLimits(self.plan.tokens_per_pass, self.plan.max_sequences, self.plan.prompt_cut)
             free = (lambda: None) if device is None else device.give_back
             # On a device few large tiles: each starts as many kernels. The plan has the bytes in any case.
-            sampler = Sampler() if device is None else Sampler(SAMPLER_NBYTES)
+            sampler = Sampler() if device is None else Sampler(SAMPLER_NBYTES, self._draw_rows())
             engine = Engine(packed, Scheduler(limits, cache), sampler, free)
             opened.pop_all()
         ledger = self._ledger(streamed, cache, parking)
         if self.plan.fused_nbytes:
             ledger.record(ledger.computing.tier, FUSED, buffers_nbytes(fused))
         return LoadedEngine(engine, packed, self.shards, streamed, parking, ledger, device, offsets, fused=fused)
+
+    def _draw_rows(self) -> DrawRows | None:
+        if not self.plan.draws_by_kernel:
+            return None
+        from ..sampling.kernel import draw
+
+        return draw
 
     def _fuse(self, model: ModelRunner, layers: list[LayerAssembly], cache: KVCache) -> list[FusedLayer]:
         """The layers that the library's steps compute, where all weights are held and memory is free for buffers."""

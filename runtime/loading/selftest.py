@@ -147,7 +147,12 @@ _SIDE_BY_SIDE_NBYTES = 4 << 30
 _FILE = "kernel-selftests.json"
 _MOST_KEPT = 64
 _COMMAND = (sys.executable, "-P", "-m", "moedge.runtime.loading.selftest")
-_SOURCES = ("../../quant/kernels", "../attention/kernels")
+_SOURCES = (
+    "../../quant/kernels/*.py",
+    "../attention/kernels/*.py",
+    "../../moe/grouping_kernel.py",
+    "../sampling/kernel.py",
+)
 _NO_TENSOR_CORES = "Triton uses tensor cores from compute capability {} on, this GPU has {}; matrices are widened whole"
 # KV formats beside the native one: keys and values in the same format, and in different ones.
 _QUANTIZED = ("int8", "int4", "int8/int4")
@@ -228,7 +233,12 @@ def family_tests(torch_device: torch.device, gpu: Gpu, needs: KernelNeeds) -> di
 
         return wrong_grouped(torch_device, dtype, needs.experts) or wrong_grouping(torch_device)
 
-    return {"attention": attention, "cache": cache, "experts": experts}
+    def sampling() -> str:
+        from ..sampling.kernel import wrong_draw
+
+        return wrong_draw(torch_device)
+
+    return {"attention": attention, "cache": cache, "experts": experts, "sampling": sampling}
 
 
 def _first(found: Iterable[Wrong | None]) -> str:
@@ -282,8 +292,9 @@ def _key(device: Device, needs: KernelNeeds) -> str:
 @cache
 def _source_hash() -> str:
     here, digest = Path(__file__).parent, hashlib.sha256()
-    for folder in _SOURCES:
-        for path in sorted((here / folder).resolve().glob("*.py")):
+    for pattern in _SOURCES:
+        folder, name = (here / pattern).parent.resolve(), Path(pattern).name
+        for path in sorted(folder.glob(name)):
             digest.update(path.read_bytes())
     return digest.hexdigest()
 

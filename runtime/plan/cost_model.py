@@ -217,7 +217,7 @@ class _ComputeCosts:
         fixed = sum(count * each for count, _, each in layers) + self._overheads.schedule_s * load.sequences
         if not self._on_device:
             return compute + fixed, 0.0
-        return compute, fixed + beside_layers_s(load.sampled, self._shape.vocab)
+        return compute, fixed + beside_layers_s(load.sampled)
 
     def _layer(self, kind: _LayerKind, load: _PassLoad) -> float:
         tokens = load.tokens

@@ -139,8 +139,9 @@ class Plan:
     - `fused_nbytes` are buffers for decoder layers that the library of CPU kernels computes, in memory that nothing
       else could use. `free_nbytes` of the host's budget are of no use to this job.
     - `grouped_products` says whether kernels of the device compute experts that arrive together in two launches, and
-      `stores_by_kernel` whether one of them writes keys and values into the cache.
-    - `lacks` says why torch computes what a family of the device's kernels (`attention`, `cache`, `experts`) should;
+      `stores_by_kernel` whether one of them writes keys and values into the cache, `draws_by_kernel` whether one draws
+      tokens.
+    - `lacks` says why torch computes what a family of the device's kernels (`Lacks`) should;
       `notes` what else a person should know.
     """
 
@@ -177,6 +178,7 @@ class Plan:
     free_nbytes: int = 0
     grouped_products: bool = False
     stores_by_kernel: bool = False
+    draws_by_kernel: bool = False
     lacks: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     staging: HostStaging | None = None

@@ -208,7 +208,12 @@ def _within(plan: Plan, request: PlanRequest) -> Plan:
 
 
 def _refuse_missing_kernels(plan: Plan, lacks: Lacks) -> None:
-    wanted = {"attention": plan.attention == "triton", "cache": plan.stores_by_kernel, "experts": plan.grouped_products}
+    wanted = {
+        "attention": plan.attention == "triton",
+        "cache": plan.stores_by_kernel,
+        "experts": plan.grouped_products,
+        "sampling": plan.draws_by_kernel,
+    }
     for family, reason in lacks.reasons.items():
         if wanted[family]:
             raise SettingError(f"the plan takes the GPU's kernels for {family}. {reason}. Make a new plan without them")

@@ -528,6 +528,7 @@ class _Search:
             token_rows_nbytes=token_rows_nbytes(shape, self.space.dtype if reads_embedding else None),
             grouped_products=weights.grouped_products,
             stores_by_kernel=stores_by_kernel(settings.attention, attention, needs),
+            draws_by_kernel=weights.gpu is not None and not weights.gpu.lacks.sampling,
             lacks=_lacks(weights, settings),
             notes=(
                 *_code_notes(shape),

@@ -17,7 +17,7 @@ from ...offload.budget import GIB
 from ...offload.machine.hardware import GpuInfo, Hardware
 from ...offload.machine.profile import HEADS, LATENTS, TOGETHER, FlopRates, Link, Machine, Overheads
 from ...quant.formats.format import ASSUMED
-from .candidate import SAMPLER_NBYTES
+from ...quant.kernels.gpu import Lacks
 
 # Four schedulers of a multiprocessor start an instruction of 32 threads each in a clock, in every GPU since Volta.
 ISSUED_A_CLOCK = 128
@@ -69,9 +69,8 @@ ARRIVAL_CALLS = 3
 ARRIVAL_S = SLOWER * (20e-6 + 50e-6 / 8) + ARRIVAL_CALLS * CALL_S + (2 * 18e-6 + 2 * 5e-6) / 8
 # A sequence in a pass: engine and text 10 us, tables of pages 15 us (Zen 5).
 SEQUENCE_S = SLOWER * 25e-6
-# Operations of a tile of the sampler whose rows are drawn, the logits of a tile, and the operations behind all tiles
-# (Sampler).
-SAMPLER_LAUNCHES, SAMPLER_LOGITS, DRAW_LAUNCHES = 14, SAMPLER_NBYTES // 16, 68
+# To draw tokens: settings of the rows go up, a kernel draws, tokens come down (tests/device/test_host_cost.py).
+DRAW_LAUNCHES = 3
 # What nobody can count to more than nothing.
 _NOTHING = 1e-12
 OVERHEADS = Overheads(
@@ -84,11 +83,9 @@ OVERHEADS = Overheads(
 )
 
 
-def beside_layers_s(rows: float, vocab: int) -> float:
-    """Seconds of the host beside a pass's layers: what every pass starts, and what draws a token for each of `rows`,
-    tile by tile."""
-    drawing = DRAW_LAUNCHES + rows / max(1, SAMPLER_LOGITS // vocab) * SAMPLER_LAUNCHES if rows else 0
-    return (PASS_LAUNCHES + drawing) * LAUNCH_S
+def beside_layers_s(sampled: float) -> float:
+    """Seconds of the host beside a pass's layers: what every pass starts, and what draws tokens where any are drawn."""
+    return (PASS_LAUNCHES + (DRAW_LAUNCHES if sampled else 0)) * LAUNCH_S
 
 
 def layer_share(prompts: bool, by_torch: bool) -> float:
@@ -306,7 +303,7 @@ def with_preset(name: str, preset: Preset, hardware: Hardware, profile: Machine 
         device_memory_bytes_s=memory,
         device_flop_s=flop_rates((major, minor), memory, issued, peak),
         device_overheads=OVERHEADS,
-        kernel_lacks=dict.fromkeys(("attention", "cache", "experts"), ""),
+        kernel_lacks=Lacks()._asdict(),
     )
 
 

@@ -11,9 +11,9 @@ Log-probabilities are the model's own: penalties, filters and masks decide which
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -159,50 +159,13 @@ def choose(logits: Tensor, settings: SamplerColumns) -> Tensor:
     return token_ids.masked_fill_(~peak.squeeze(-1).isfinite(), NO_TOKEN)
 
 
-class Best(NamedTuple):
-    """The FIRST_RANKS largest logits of rows [R, N], or all, largest first, with their ids, and the weight of each
-    whole row [R, 1] where that was wanted. Of tokens that tie with the last one, any may be among them.
-    """
-
-    logits: Tensor
-    ids: Tensor
-    mass: Tensor | None
-
-    @classmethod
-    def of(cls, logits: Tensor, temperature: Tensor | None) -> Self:
-        """Of logits [R, V] of any dtype, neither copied nor sorted; `temperature` [R, 1] where masses are wanted."""
-        best, ids = logits.topk(min(FIRST_RANKS, logits.shape[-1]), dim=-1)
-        if temperature is None:
-            return cls(best, ids, None)
-        return cls(best, ids, total(weights(best[:, :1].float() - logits, temperature, logits.shape[-1])))
-
-    def draw(self, settings: SamplerColumns, vocab_size: int) -> tuple[Tensor, Tensor]:
-        """As `choose`: token ids [R], and whether they are the right ones [R]. Draws behind these ranks, or among
-        tokens that tie with the last of them, are not.
-        """
-        peak = self.logits[:, :1].float() + 0.0
-        distances = peak - self.logits
-        mass = torch.full_like(settings.uniform, _UNKNOWN)
-        if self.mass is not None:
-            mass = torch.where(_unfiltered(settings, vocab_size), self.mass, mass)
-        keys = pack_keys(distances, self.ids).sort(dim=-1).values
-        whole = distances.shape[-1] == vocab_size
-        known = None if whole else (distances < distances[:, -1:]).sum(dim=-1, keepdim=True)
-        token_ids, found = _draw(keys, mass, settings, vocab_size, known)
-        return token_ids.masked_fill_(~peak.squeeze(-1).isfinite(), NO_TOKEN), found
-
-
 def _unfiltered(settings: SamplerColumns, vocab_size: int) -> Tensor:
     """Where top-k and min-p are off [R, 1]: no prefix of the ranks contains the mass of such a row."""
     return (settings.top_k >= vocab_size) & (settings.min_p == 0)
 
 
-def _draw(
-    keys: Tensor, mass: Tensor, settings: SamplerColumns, vocab_size: int, known: Tensor | int | None = None
-) -> tuple[Tensor, Tensor]:
-    """Token ids [R] drawn from the first N ranks [R, N], and whether these, of which `known` [R, 1] have the right id
-    (None: all), were enough [R].
-    """
+def _draw(keys: Tensor, mass: Tensor, settings: SamplerColumns, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Token ids [R] drawn from the first N ranks [R, N], and whether these were enough [R]."""
     distances, ids = read_keys(keys)
     num_ranks = keys.shape[-1]
     each = weights(distances, settings.temperature, vocab_size).to(torch.float64)
@@ -218,7 +181,7 @@ def _draw(
     # uniform * mass < mass also after rounding, since mass <= 2**53: the last rank can be drawn, none behind it.
     level = settings.uniform * torch.where(whole, mass, nucleus)
     rank = torch.searchsorted(cumulative, level, right=True)
-    found = (rank < (num_ranks if known is None else known)) & (whole | (nucleus_end < num_ranks))
+    found = (rank < num_ranks) & (whole | (nucleus_end < num_ranks))
     return ids.gather(-1, rank.clamp(max=num_ranks - 1)).squeeze(-1), found.squeeze(-1)
 
 
@@ -312,21 +275,27 @@ def forbid(logits: Tensor, bits: Tensor) -> None:
 # The most bytes of temporaries per logit of a tile: 55 on a CPU, when all rows need a full sort. The rest is for the
 # allocations of a device's sort.
 BYTES_PER_LOGIT = 96
-# The same where a device draws from the best of unchanged rows: a copy of a row, distances and weights.
-PLAIN_BYTES_PER_LOGIT = 16
+# The same where a kernel draws, which needs a copy of a row whose logits are changed, and their masks.
+COPIED_BYTES_PER_LOGIT = 16
 # Logits that are widened to fp32 at a time where only the largest is wanted: 1 MiB.
 CACHED_LOGITS = 1 << 18
+
+
+# Token ids [R] on the device of logits [B, V] of some of its rows, by their `SamplerColumns` [5, R, 1] in host memory.
+DrawRows: TypeAlias = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
     """Draws one token per row, which depends on the row's own logits and `Draw` alone, to the last bit.
 
-    Temporaries stay below `scratch_nbytes`, or take what a single row needs if that is more.
+    Temporaries stay below `scratch_nbytes`, or take what a single row needs if that is more. `draw`, if not None, is the
+    kernel of a device (kernel.py), which needs none.
     """
 
     # On a CPU a plane of fp32 then stays below 1 MiB and in the cache: larger ones are mapped anew each time.
     scratch_nbytes: int = 24 << 20
+    draw: DrawRows | None = None
 
     def sample(self, logits: Tensor, draws: Sequence[Draw], masks: TokenMasks | None = None) -> Sampled:
         """Draws one token for each row of `logits` [B, V], of any dtype and on any device; does not change them.
@@ -369,38 +338,27 @@ class Sampler:
     def _draw_rows(
         self, logits: Tensor, rows: list[int], draws: Sequence[Draw], bits: Tensor | None
     ) -> NDArray[np.int64]:
-        """The tokens of `rows`, tile by tile; each row has a draw, and a mask unless `bits` is None."""
-        vocab_size = logits.shape[-1]
-        settings = None if all(draw.is_argmax for draw in draws) else _settings(draws, vocab_size)
-        if settings is not None and bits is None and logits.device.type != "cpu" and all(map(_is_plain, draws)):
-            return self._draw_plain(logits, rows, draws, settings)
-        return self._draw_tiles(logits, rows, draws, settings, bits)
-
-    def _draw_plain(
-        self, logits: Tensor, rows: list[int], draws: Sequence[Draw], settings: Tensor
-    ) -> NDArray[np.int64]:
-        """The tokens of rows whose logits nothing changes, on a device: few large tiles, and one wait for all."""
-        vocab_size, every = logits.shape[-1], len(rows) == len(logits)
-        whole_rows = bool(_unfiltered(SamplerColumns(*settings), vocab_size).any())
-        columns, found = SamplerColumns(*settings.to(logits.device)), []
-        for part in self._tiles(len(rows), vocab_size, PLAIN_BYTES_PER_LOGIT):
-            tile = logits[part] if every else logits[torch.tensor(rows[part], device=logits.device)]
-            found.append(Best.of(tile, columns.temperature[part] if whole_rows else None))
-        best, ids, masses = zip(*found, strict=True)
-        together = Best(torch.cat(best), torch.cat(ids), torch.cat(masses) if whole_rows else None)
-        drawn: NDArray[np.int64]
-        drawn, enough = torch.stack(together.draw(columns, vocab_size)).cpu().numpy()
-        if len(beyond := np.flatnonzero(enough == 0)):
-            others, theirs = [rows[row] for row in beyond], [draws[row] for row in beyond.tolist()]
-            drawn[beyond] = self._draw_tiles(logits, others, theirs, settings[:, beyond], None)
-        return drawn
+        """The tokens of `rows`; each row has a draw, and a mask unless `bits` is None."""
+        settings = None if all(draw.is_argmax for draw in draws) else _settings(draws, logits.shape[-1])
+        if self.draw is None or settings is None or bits is not None:
+            return self._draw_tiles(logits, rows, draws, settings, bits)
+        changed = np.array([draw.biased for draw in draws])
+        as_they_are, others = np.flatnonzero(~changed), np.flatnonzero(changed)
+        found = np.empty(len(rows), dtype=np.int64)
+        if len(as_they_are):
+            where = [rows[at] for at in as_they_are]
+            found[as_they_are] = self.draw(logits, settings[:, as_they_are], where).cpu().numpy()
+        if len(others):
+            where, theirs = [rows[at] for at in others], [draws[at] for at in others]
+            found[others] = self._draw_tiles(logits, where, theirs, settings[:, others], None)
+        return found
 
     def _draw_tiles(
         self, logits: Tensor, rows: list[int], draws: Sequence[Draw], settings: Tensor | None, bits: Tensor | None
     ) -> NDArray[np.int64]:
         vocab_size, found = logits.shape[-1], []
-        settings = None if settings is None else settings.to(logits.device)
-        for part in self._tiles(len(rows), vocab_size):
+        each = BYTES_PER_LOGIT if self.draw is None else COPIED_BYTES_PER_LOGIT
+        for part in self._tiles(len(rows), vocab_size, each):
             tile = _copy_rows(logits, rows[part])
             if bits is not None:
                 forbid(tile, bits[part])
@@ -409,7 +367,10 @@ class Sampler:
                 continue
             bias(tile, draws[part])
             penalise(tile, draws[part])
-            found.append(choose(tile, SamplerColumns(*settings[:, part])).cpu().numpy())
+            if self.draw is not None:
+                found.append(self.draw(tile, settings[:, part], range(len(tile))).cpu().numpy())
+            else:
+                found.append(choose(tile, SamplerColumns(*settings[:, part].to(tile.device))).cpu().numpy())
         return np.concatenate(found)
 
     def _logprobs(self, logits: Tensor, draws: Sequence[Draw], token_ids: list[int]) -> dict[int, TokenLogprob]:
@@ -450,11 +411,6 @@ def _argmax_of(logits: NDArray[np.float32]) -> NDArray[np.int64]:
 def _copy_rows(logits: Tensor, rows: list[int]) -> Tensor:
     """A copy of some rows, in fp32."""
     return logits.index_select(0, torch.tensor(rows, device=logits.device)).float()
-
-
-def _is_plain(draw: Draw) -> bool:
-    """Whether nothing changes the logits that a token is drawn from."""
-    return not (draw.params.logit_bias or draw.forbidden or draw.params.penalised)
 
 
 def _settings(draws: Sequence[Draw], vocab_size: int) -> Tensor:

@@ -253,7 +253,7 @@ def test_a_plan_says_what_the_gpu_s_kernels_lack_as_far_as_doctor_tried_them(
     plan = planned(model, "--machine", tmp_path / "box.json")["plan"]
     assert plan["dtype"] == "fp16", "of a bfloat16 checkpoint"
     if tried is None:
-        assert set(plan["lacks"]) == {"attention", "cache", "experts"}
+        assert set(plan["lacks"]) == {"attention", "cache", "experts", "sampling"}
         assert all("run `moedge doctor`" in reason for reason in plan["lacks"].values())
     else:
         assert plan["lacks"] == {"attention": "does not compile", "experts": "needs 8.0"}

@@ -19,7 +19,13 @@ import torch
 
 from moedge.moe import expert
 from moedge.moe.streaming_mode import Mode
+from moedge.quant.kernels.upload import open_ring
+from moedge.runtime.plan import presets
+from moedge.runtime.plan.candidate import SAMPLER_NBYTES
 from moedge.runtime.plan.planner import Settings
+from moedge.runtime.sampling.draw import Draw
+from moedge.runtime.sampling.params import SequenceSampling
+from moedge.runtime.sampling.sampler import Sampler
 from moedge.runtime.source.model_source import open_source
 from support.tiny_families import build_tokenizer, tiny_config
 
@@ -174,6 +180,21 @@ def test_what_is_a_wait_a_copy_and_a_launch(
         with costs.counting():
             done(x, torch.ones(2, 2))
     assert costs.whole == wanted, costs.causes
+
+
+def test_drawing_tokens_of_any_number_of_rows_is_one_launch_and_one_wait(
+    fakes: ModuleType, host_cost: ModuleType
+) -> None:
+    from moedge.runtime.sampling.kernel import draw
+
+    draws = [Draw(SequenceSampling(9, temperature=0.7, top_p=0.9, seed=row), 0, row) for row in range(5)]
+    with host_cost.HostCost(fakes.FakeDevice(), fakes) as costs, torch.inference_mode():
+        logits = torch.randn(len(draws), 97).to("cuda")
+        open_ring(logits.device)
+        with costs.counting():
+            Sampler(SAMPLER_NBYTES, draw).sample(logits, draws)
+    assert costs.whole == (1, 1, 1), costs.causes
+    assert sum(costs.whole) == presets.DRAW_LAUNCHES
 
 
 def test_waiting_for_an_event_is_a_wait(fakes: ModuleType, host_cost: ModuleType) -> None:

@@ -38,6 +38,7 @@ KERNELS = {
     "attention": {"attend_pages", "merge_splits"},
     "cache": {"store_tokens"},
     "experts": {"grouped_product"},
+    "sampling": {"draw_rows"},
 }
 SMALL = {"num_hidden_layers": 1, "num_local_experts": 4}
 EXACT = ("--dtype", "fp32", "--quant", "none", "--kv", "fp32", "--tokens-per-pass", "16", "--max-sequences", "2")
@@ -51,6 +52,7 @@ def few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     needs = KernelNeeds("fp32", ((2, 2, 16, None),), ((64, 32),))
     monkeypatch.setattr(selftest, "usual_needs", lambda device: needs)
     monkeypatch.setattr(products, "FORMATS", ("none",))
+    monkeypatch.setattr("moedge.runtime.sampling.kernel.VOCAB", 97)
 
 
 Batch = Callable[..., tuple[int, list[Any], dict[str, Any]]]
@@ -61,7 +63,8 @@ def run_job(model: Path, folder: Path, fake: Any, *options: str) -> tuple[int, l
     from moedge.cli.main import main
 
     rows, out, numbers = (folder / f"{len(list(folder.iterdir()))}{name}" for name in (".jsonl", ".out.jsonl", ".json"))
-    write_rows(rows, [{"prompt": "a b c", "max_tokens": 2}])
+    # So hot and so narrow that the token is the first one.
+    write_rows(rows, [{"prompt": "a b c", "max_tokens": 2, "temperature": 0.7, "top_k": 1}])
     arguments = ["batch", str(model), str(rows), "-o", str(out), *EXACT, *options]
 
     def rehearse(*_: Any) -> None:
@@ -120,6 +123,8 @@ def spoil(launch: Launch) -> None:
         arguments[2].mul_(1.5)
     elif name == "store_tokens":
         arguments[2].codes.mul_(1.5)
+    elif name == "draw_rows":
+        arguments[6].add_(1)
     else:
         arguments[0 if name == "merge_splits" else 1][0].mul_(1.5)
 
@@ -136,8 +141,9 @@ def test_kernels_that_are_right_are_used_and_nothing_is_said(
     assert (code, answers) == (0, wanted)
     plan = summary["plan"]
     assert (plan["lacks"], plan["notes"]) == ({}, [])
-    assert (plan["attention"], plan["grouped_products"], plan["stores_by_kernel"]) == ("triton", True, True)
-    assert min(fake.launched[name] for name in ("attend_pages", "grouped_product", "store_tokens")) > 0
+    assert (plan["attention"], plan["grouped_products"]) == ("triton", True)
+    assert plan["stores_by_kernel"] and plan["draws_by_kernel"]
+    assert min(fake.launched[name] for name in ("attend_pages", "grouped_product", "store_tokens", "draw_rows")) > 0
     assert "torch computes" not in capsys.readouterr().err
 
 
@@ -165,7 +171,7 @@ def test_a_broken_family_falls_back_alone_and_the_job_ends(
     assert [finding.verdict for finding in findings] == ["warn", "ok"]
     assert reason in findings[0].found
     used = {"attention": plan["attention"] == "triton", "cache": plan["stores_by_kernel"]}
-    used["experts"] = plan["grouped_products"]
+    used |= {"experts": plan["grouped_products"], "sampling": plan["draws_by_kernel"]}
     assert used == {name: name != family for name in KERNELS}
     passes = {name: sum(fake.launched[kernel] for kernel in KERNELS[name]) > 0 for name in KERNELS}
     assert passes == used

@@ -42,7 +42,7 @@ def test_a_self_test_says_what_is_wrong_or_what_was_raised() -> None:
 def test_reasons_are_those_of_families_that_lack_something() -> None:
     assert Gpu((8, 6), 28).lacks.reasons == {}
     assert Lacks(experts="why").reasons == {"experts": "why"}
-    assert set(Lacks.everything("why").reasons) == {"attention", "cache", "experts"}
+    assert set(Lacks.everything("why").reasons) == {"attention", "cache", "experts", "sampling"}
 
 
 @pytest.mark.parametrize(

@@ -23,12 +23,8 @@ from moedge.quant.scratch import scratch_nbytes
 from moedge.quant.tensor import pack
 from moedge.runtime.attention.kernels.operands import decode_cut, extend_cut
 from moedge.runtime.plan import presets
-from moedge.runtime.plan.candidate import SAMPLER_NBYTES
 from moedge.runtime.plan.presets import SHARED_HEADS, with_preset
 from moedge.runtime.plan.rates import Curve
-from moedge.runtime.sampling.draw import Draw
-from moedge.runtime.sampling.params import SequenceSampling
-from moedge.runtime.sampling.sampler import PLAIN_BYTES_PER_LOGIT, Sampler, _settings
 from support.plans_page import ROOT, machine
 
 VIEWS = {
@@ -56,24 +52,6 @@ class Counted(TorchDispatchMode):
             tensors = read + [each for each in made if each.data_ptr() not in pointers]
             self.nbytes += sum(each.numel() * each.element_size() for each in tensors)
         return result
-
-
-def test_a_tile_of_the_sampler_starts_as_many_kernels() -> None:
-    sampler, vocab = Sampler(SAMPLER_NBYTES), 32000
-    rows = presets.SAMPLER_LOGITS // vocab
-    assert sampler.scratch_nbytes // PLAIN_BYTES_PER_LOGIT == presets.SAMPLER_LOGITS
-    draw = Draw(SequenceSampling(16, temperature=0.6, top_p=0.95), 0, 3)
-    found = []
-    for tiles in (1, 2):
-        # As where a few tokens have nearly all the mass.
-        logits, draws = 9 * torch.randn(tiles * rows, vocab).bfloat16(), [draw] * tiles * rows
-        with torch.inference_mode(), Counted() as counted:
-            sampler._draw_plain(logits, list(range(len(draws))), draws, _settings(draws, vocab))
-        found.append(counted.launches)
-    assert found[1] - found[0] == pytest.approx(presets.SAMPLER_LAUNCHES, abs=2)
-    assert found[1] - 2 * presets.SAMPLER_LAUNCHES == pytest.approx(presets.DRAW_LAUNCHES, abs=4)
-    both = presets.beside_layers_s(2 * rows, vocab) - presets.beside_layers_s(0, vocab)
-    assert both == pytest.approx((2 * presets.SAMPLER_LAUNCHES + presets.DRAW_LAUNCHES) * presets.LAUNCH_S)
 
 
 def test_layers_and_passes_start_as_many_kernels() -> None:

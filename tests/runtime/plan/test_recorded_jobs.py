@@ -37,7 +37,7 @@ def passed(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[
     costs = Overheads(**RECORDED["costs of that version, in seconds"])
     rates = replace(rates_of(profile, on_device=True), overheads=costs)
     # Greedy: one kernel for all rows, which is among those of every pass.
-    monkeypatch.setattr(cost_model, "beside_layers_s", lambda rows, vocab: beside_layers_s(0, vocab))
+    monkeypatch.setattr(cost_model, "beside_layers_s", lambda rows: beside_layers_s(0))
     budget = Budgets(ram="91GiB", gpu_mem=found["gpu_mem"]).expected(
         profile.hardware, profile.kernel_lacks, elsewhere=True
     )

@@ -12,14 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moedge.runtime.sampling.draw import NO_TOKEN, Draw, TokenHistory, uniform
 from moedge.runtime.sampling.params import SequenceSampling
-from moedge.runtime.sampling.sampler import BYTES_PER_LOGIT, Best, Sampler, SamplerColumns, _settings
+from moedge.runtime.sampling.sampler import BYTES_PER_LOGIT, Sampler
 
 pytestmark = pytest.mark.numerics
 
 # Odd, so that rows start at every alignment; larger than the first look, so that both ways are taken.
 VOCAB = 777
 SAMPLER = Sampler()
-NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
 
 def logits_of(num_rows, vocab_size=VOCAB, seed=0):
@@ -71,42 +70,6 @@ def test_a_row_has_the_same_tokens_and_logprobs_to_the_bit_alone_and_in_any_batc
     storage = torch.full((len(rows) * VOCAB + offset,), torch.nan)
     batch = storage[offset:].view(len(rows), VOCAB).copy_(POOL[rows])
     assert_rows_as_alone(Sampler(scratch_nbytes).sample(batch, [POOL_DRAWS[row] for row in rows]), rows)
-
-
-PLAIN = [replace(draw, params=replace(draw.params, **NO_PENALTIES, logprobs=None)) for draw in POOL_DRAWS]
-PLAIN_SETTINGS = _settings(PLAIN, VOCAB)
-
-
-def drawn_from_best(logits):
-    columns = SamplerColumns(*PLAIN_SETTINGS)
-    return Best.of(logits, columns.temperature).draw(columns, VOCAB)
-
-
-@pytest.mark.parametrize("scale", [0.1, 1.0, 5.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tokens_drawn_from_the_best_are_those_of_whole_rows(dtype, scale):
-    """bfloat16 has many ties: which tokens are among the best is then a matter of their ids."""
-    logits = (POOL * scale).to(dtype)
-    wanted = SAMPLER.sample(logits, PLAIN).token_ids
-    found, enough = drawn_from_best(logits)
-    assert np.array_equal(found[enough].numpy(), wanted[enough.numpy()])
-    assert enough.float().mean() > (0.7 if scale == 5.0 else 0.2)
-    assert np.array_equal(Sampler(1 << 20)._draw_plain(logits, list(range(64)), PLAIN, PLAIN_SETTINGS), wanted)
-
-
-@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
-def test_broken_rows_have_no_best(broken):
-    logits = POOL.clone()
-    logits[7] = broken
-    found, enough = drawn_from_best(logits)
-    assert found[7] == NO_TOKEN
-    assert (found[enough.logical_and(torch.arange(64) != 7)] != NO_TOKEN).all()
-
-
-def test_a_tie_with_the_last_of_the_best_is_not_decided():
-    logits = torch.zeros(64, VOCAB)
-    logits[:, VOCAB // 2 :] = 1.0
-    assert not drawn_from_best(logits)[1].any()
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
