@@ -36,6 +36,10 @@ def group_choices(expert_ids, placed, tiles, totals, num_choices, num_tiles, hei
     if expert == S.experts:
         for start in range(tile * 3, num_tiles * 3, 32):
             tl.store(tiles + start + fields, 0, mask=start + fields < num_tiles * 3)
+        tokens = tl.load(totals + S.experts) + num_choices // S.per_token
+        passes = tl.load(totals + 2 * S.experts + 1) + 1
+        tl.store(totals + S.experts, tokens)
+        tl.store(totals + 2 * S.experts + 1, passes)
     else:
         mine = tl.sum(tl.where(bins == expert, counts, 0), 0)
         for start in range(0, mine, 32 * height):
@@ -45,9 +49,9 @@ def group_choices(expert_ids, placed, tiles, totals, num_choices, num_tiles, hei
             tl.store(target + 1, row + begin, mask=begin < mine)
             tl.store(target + 2, row + tl.minimum(begin + height, mine), mask=begin < mine)
         chosen = tl.load(totals + expert) + mine
-        passes = tl.load(totals + S.experts + expert) + (mine > 0).to(tl.int64)
+        passes = tl.load(totals + S.experts + 1 + expert) + (mine > 0).to(tl.int64)
         tl.store(totals + expert, chosen)
-        tl.store(totals + S.experts + expert, passes)
+        tl.store(totals + S.experts + 1 + expert, passes)
         for start in range(0, num_choices, S.chunk):
             at = start + tl.arange(0, S.chunk)
             ids = tl.load(expert_ids + at, mask=at < num_choices, other=S.bins - 1).to(tl.int32)
@@ -82,10 +86,11 @@ class Grouped(NamedTuple):
     def of(cls, expert_ids: torch.Tensor, totals: torch.Tensor, height: int) -> Grouped:
         """Groups expert_ids int64 [T, A], in tiles of `height` rows; launches one kernel and waits for nothing.
 
-        Adds to `totals` int64 [2, E] how many tokens chose each expert, and whether any did.
+        Adds to `totals` int64 [2, E + 1] how many tokens chose each expert, and whether any did; behind them all
+        tokens, and one pass.
         """
         tokens, per_token = expert_ids.shape
-        count, experts = tokens * per_token, totals.shape[1]
+        count, experts = tokens * per_token, totals.shape[1] - 1
         token_ids, rows = expert_ids.new_empty(2, count).unbind(0)
         num_tiles = min(count, experts) + count // height
         tiles = torch.empty(num_tiles, 3, dtype=torch.int32, device=expert_ids.device)
@@ -100,7 +105,7 @@ def wrong_grouping(device: torch.device) -> str:
     """What a device groups otherwise than a stable sort does; "" if nothing. Raises what Triton and CUDA raise."""
     experts, tokens, per_token, height = 20, 300, 4, 16
     expert_ids = torch.arange(tokens * per_token).view(tokens, per_token) * 37 % (experts - 1)
-    totals = torch.zeros(2, experts, dtype=torch.int64, device=device)
+    totals = torch.zeros(2, experts + 1, dtype=torch.int64, device=device)
     grouped = Grouped.of(expert_ids.to(device), totals, height)
     order = expert_ids.view(-1).argsort(stable=True)
     counts = expert_ids.view(-1).bincount(minlength=experts)
@@ -111,6 +116,7 @@ def wrong_grouping(device: torch.device) -> str:
         torch.equal(grouped.token_ids.cpu(), order // per_token)
         and torch.equal(grouped.rows.cpu()[order], torch.arange(len(order)))
         and torch.equal(rows, counts)
-        and torch.equal(totals.cpu(), torch.stack([counts, (counts > 0).long()]))
+        and torch.equal(totals[:, :-1].cpu(), torch.stack([counts, (counts > 0).long()]))
+        and totals[:, -1].tolist() == [tokens, 1]
     )
     return "" if right else f"grouping of {tokens} tokens by expert"

@@ -38,7 +38,7 @@ class RoutedExperts:
         device = self._first.up.planes[0].device
         # A tensor that is allocated in inference mode could not be cleared outside of it.
         with torch.inference_mode(False):
-            self._totals = torch.zeros(2, len(experts), dtype=torch.int64, device=device)
+            self._totals = torch.zeros(2, len(experts) + 1, dtype=torch.int64, device=device)
         held.stats.count_later(held.layer, self._totals)
 
     def mix(
@@ -47,9 +47,8 @@ class RoutedExperts:
         """hidden [T, D], expert_ids and weights [T, A] -> [T, D]."""
         product = compute.grouped
         assert product is not None
-        height = product.height(expert_ids.numel() / self._totals.shape[1], hidden.dtype)
+        height = product.height(expert_ids.numel() / len(self._held.experts), hidden.dtype)
         grouped = Grouped.of(expert_ids, self._totals, height)
-        self._held.stats.count_pass(self._held.layer, len(hidden))
         inner = hidden.new_empty(expert_ids.numel(), self._first.up.shape[0] // 2)
         rows = compute.workspace.rows(expert_ids.numel(), hidden)
         self._launch(product, hidden, inner, grouped, gated=True)

@@ -63,19 +63,19 @@ class RoutingStats:
         """The counts of a layer, by the model's layer index, in the model's order; waits for a device that counts."""
         for layer, totals in self._later.items():
             chosen, wanted = totals.cpu().numpy()
-            self._layers[layer].chosen += chosen
-            self._layers[layer].unions += int(wanted.sum())
+            stats = self._layers[layer]
+            stats.chosen += chosen[:-1]
+            stats.tokens += chosen[-1]
+            stats.unions += int(wanted[:-1].sum())
+            stats.passes += int(wanted[-1])
             totals.zero_()
         return self._layers
 
     def count_later(self, layer: int, totals: torch.Tensor) -> None:
-        """A device counts a layer in `totals` int64 [2, E]: the tokens, and the passes, that chose each expert."""
+        """A device counts a layer in `totals` int64 [2, E + 1]: the tokens, and the passes, that chose each expert, and
+        all of them.
+        """
         self._later[layer] = totals
-
-    def count_pass(self, layer: int, tokens: int) -> None:
-        """Adds one layer of a pass whose choices a device counts."""
-        self._layers[layer].tokens += tokens
-        self._layers[layer].passes += 1
 
     def count(self, layer: int, tokens: int, counts: Sequence[int]) -> None:
         """Adds one layer of a pass: its number of tokens, and the number of tokens that chose each expert [E]."""

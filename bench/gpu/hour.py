@@ -1,7 +1,8 @@
 """Part `hour`: what a borrowed GPU is asked first, in the order in which plans depend on it.
 
 The machine's profile; where a pass's time goes, for link, device and host, beside what was predicted of each; the same
-over a link that is slowed, and with everything held; the kernels; then tokens. Every step is saved on its own.
+over a link that is slowed, and with everything held; the kernels; then tokens. Every step is saved on its own. It ends
+with a page that has what was predicted beside what was measured.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from bench.gpu.random_model import CONFIGS, load_random, random_source
 from bench.gpu.report import Report
 from bench.gpu.throughput import SMALL, memory_of
 from bench.kernels import _time, timed_attention, timed_experts
+from moedge.offload.machine.hardware import find_hardware
 from moedge.offload.machine.profile import Machine
 from moedge.offload.stream.cuda_lane import CudaLane
 from moedge.runtime.calibration.machine_profile import machine_profile, saved_profile
@@ -48,7 +50,7 @@ from moedge.runtime.weights import streaming
 
 # An H200 has the multiprocessors, the clock and the link of an H100.
 _, H100 = find_preset("H100 80GB")
-SHEETS = {"NVIDIA H200": replace(H100, gib=141, bandwidth=4800)}
+SHEETS = {"NVIDIA H200": replace(H100, gib=141, bandwidth=4800), "NVIDIA H100 80GB HBM3": H100}
 SPIN_S = 0.005
 ROWS_SHOWN = 40
 
@@ -89,6 +91,23 @@ def run_hour(report: Report, fake: bool) -> None:
     report.step("hour", "experts, time", partial(_time, timed_experts))
     for family, quant, kv in WITH_KERNELS:
         report.step("hour", f"kernels, {family} {quant} {kv}", partial(_kernels, family, quant, kv, fake))
+    print(*page(report.steps("hour")), sep="\n")
+
+
+def page(steps: list[tuple[str, dict[str, Any]]]) -> Iterator[str]:
+    """What data sheet and counts predicted of passes beside what was measured: milliseconds, and the ratio of both."""
+    yield "| pass | link | device | host | whole | ratio |"
+    yield "|---|---|---|---|---|---|"
+    for name, step in steps:
+        for link, found in step.items():
+            if not link.startswith("link / ") or not (wanted := step["predicted"]["data sheet"]):
+                continue
+            times = int(link.removeprefix("link / "))
+            predicted = [wanted["link_s"] * times, wanted["compute_s"], wanted["host_s"]]
+            measured = [found["link_s"] * times, step["profiled"]["device_s"], found["thread_s"]]
+            pairs = [*zip(predicted, measured, strict=True), (max(predicted), found["pass_s"])]
+            cells = [f"{1e3 * one:.1f} / {1e3 * other:.1f}" for one, other in pairs]
+            yield f"| {name}, {link} | {' | '.join(cells)} | {max(predicted) / found['pass_s']:.2f} |"
 
 
 def _machine() -> dict[str, Any]:
@@ -154,6 +173,8 @@ def _look(source: Any, asked: Asked, memory: tuple[Any, Any]) -> dict[str, Any]:
         SlowedLane.times = 1
         found["profiled"] = _profiled(loaded, asked.profiled)
         found["stacks"] = _stacks(loaded, TIMED)
+        if (graphs := loaded.model.seams.graphs) is not None:
+            found["graphs"] = {"replayed": graphs.replayed, "lack": graphs.lack}
         found["peak"] = device.peak if device is not None else 0
 
     return found
@@ -193,7 +214,7 @@ def _predicted(shape: ModelShape, plan: Plan, load: Any) -> dict[str, Any]:
     """By the machine's own profile, and by its data sheet."""
     measured = saved_profile(Path.cwd())
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    sheet = with_preset(name, SHEETS.get(name, H100), measured.hardware, measured) if measured else None
+    sheet = with_preset(name, SHEETS[name], find_hardware(Path.cwd()), measured) if name in SHEETS else None
     found = {}
     for name, machine in (("profile", measured), ("data sheet", sheet)):
         found[name] = _pass_cost(shape, plan, load, machine) if machine is not None else {}

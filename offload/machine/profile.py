@@ -44,6 +44,8 @@ TOGETHER = "{} together"
 ATTENTION = "attention {}"
 HEADS = ATTENTION + ", heads of {}"
 LATENTS = "attention over latents"
+# Logits per second, not FLOP/s, of rows whose tokens a device draws.
+DRAWING = "drawing"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,9 @@ BF16_CAPABILITY = (8, 0)
 class Lacks(NamedTuple):
     """Why the kernels of each family cannot run, "" if they can.
 
-    The families are attention over the KV cache, storing keys and values in it (`cache`), grouped products of experts,
-    and drawing tokens (`sampling`). torch computes a family whose kernels cannot run; the kernels of the others are used.
+    The families are attention over the KV cache, storing keys and values in it (`cache`), grouped products of
+    experts, and drawing tokens (`sampling`). torch computes a family whose kernels cannot run; the kernels of the
+    others are used.
     """
 
     attention: str = ""

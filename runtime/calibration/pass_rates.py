@@ -308,10 +308,10 @@ def measure_fused_overheads() -> Overheads | None:
 
 
 def _plan(shape: ModelShape, quant: str, memory: MemoryBudget = _MEMORY) -> Plan:
-    """A plan that holds all weights and takes every kind of pass."""
+    """A plan that holds all weights and takes every kind of pass, kernel by kernel."""
     most = max(count for count, _ in PASS_KINDS)
     settings = Settings(quant=quant, tokens_per_pass=PASS_TOKENS, max_sequences=most)
-    return make_plan(shape, settings, memory, Workload(most, 128))
+    return replace(make_plan(shape, settings, memory, Workload(most, 128)), graphs_nbytes=0)
 
 
 def streaming(shape: ModelShape, plan: Plan) -> Plan:

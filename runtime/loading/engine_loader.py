@@ -45,6 +45,7 @@ from ..model.experts_seam import PackedExperts
 from ..model.fused.decoder import FusedExecutor
 from ..model.fused.layer import FusedLayer, buffers_nbytes
 from ..model.fused.selftest import fuse, fused_executor
+from ..model.graphs import LayerGraphs
 from ..model.recurrent.pass_states import PassStates
 from ..model.recurrent.seam import adapt_recurrences
 from ..model.runner import ModelRunner
@@ -58,7 +59,7 @@ from ..model.weights_seam import (
 )
 from ..plan.candidate import SAMPLER_NBYTES
 from ..plan.fallback import FallbackPolicy
-from ..plan.kernels import FUSED_DECODER, FUSED_LAYERS, SEAMS, Kernels, product_kernels
+from ..plan.kernels import FUSED_DECODER, FUSED_LAYERS, GRAPHS, SEAMS, Kernels, product_kernels
 from ..plan.memory_ledger import FUSED, KV_CACHE, PARKED, RINGS, STAGED, STATES, WEIGHTS, WORKSPACE, MemoryLedger
 from ..plan.placement import LOADING_NBYTES, Plan
 from ..plan.planner import PlanResult
@@ -194,7 +195,8 @@ class LoadedEngine:
     def kernels(self, plan: Plan) -> Kernels:
         """What computes, as it was chosen when this was loaded by `plan`."""
         whole = isinstance(self.model.executor, FusedExecutor)
-        executor = FUSED_DECODER if whole else FUSED_LAYERS if self.fused else SEAMS
+        replays = self.model.seams.graphs is not None and not self.model.seams.graphs.lack
+        executor = FUSED_DECODER if whole else FUSED_LAYERS if self.fused else GRAPHS if replays else SEAMS
         return Kernels(executor, plan.attention, product_kernels(plan, self.shards))
 
     def start_counting(self) -> None:
@@ -310,6 +312,8 @@ class Loading:
             packed.attention = make_attention(cache, self.plan, device)
             if device is not None:
                 warm_up_products(layers, self.shards.head, self.compute, TORCH_DTYPES[self.plan.dtype], device)
+            if self.plan.graphs_nbytes:
+                packed.seams.graphs = LayerGraphs(packed.layers, self.torch_device)
             fused = self._fuse(packed, layers, cache)
             limits = PassLimits(self.plan.tokens_per_pass, self.plan.max_sequences, self.plan.prompt_cut)
             free = (lambda: None) if device is None else device.give_back

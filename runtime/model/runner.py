@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -16,6 +16,7 @@ from ...quant.scratch import whole_vectors
 from ..attention.protocol import AttentionBackend
 from ..engine.sequence import Batch
 from .attention_seam import PackedPass
+from .graphs import LayerGraphs
 from .recurrent.pass_states import PassStates
 
 
@@ -29,7 +30,8 @@ class ModelExecutor(Protocol):
 class SeamExecutor:
     """Runs transformers' own forward, in which attention, linears, experts and states are moedge's at the seams.
 
-    Set `attention` after the cache exists and before the first pass. `states` are those of recurrent layers.
+    Set `attention` after the cache exists and before the first pass. `states` are those of recurrent layers. `graphs`,
+    if not None, are recordings of the layers.
     """
 
     def __init__(self, model: PreTrainedModel, compute: ParallelMatmul, states: PassStates | None) -> None:
@@ -37,6 +39,7 @@ class SeamExecutor:
         self._compute = compute
         self.attention: AttentionBackend | None = None
         self.states = states
+        self.graphs: LayerGraphs | None = None
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Logits [R, V] of the batch's `logit_rows`; padding behind its tokens where bits must not depend on a pass."""
@@ -48,7 +51,11 @@ class SeamExecutor:
         if self.states is not None:
             self.states.begin(batch, compute.device)
         # Token ids stay in host memory, where the embedding is.
-        with compute.small_steps(count * self._model.config.hidden_size), compute.padded_pass(count, count + behind[1]):
+        with (
+            compute.small_steps(count * self._model.config.hidden_size),
+            compute.padded_pass(count, count + behind[1]),
+            self.graphs.of_pass(batch, self.attention) if self.graphs else nullcontext(),
+        ):
             out = self._model(
                 token_ids,
                 position_ids=upload(positions, compute.device),

@@ -167,16 +167,7 @@ def pass_nbytes(widest: Widest, dtype: str, num_tokens: int, num_sampled: int, l
 
     `num_sampled` rows get logits; `longest` is the longest sequence, whose keys and values are gathered.
     """
-    item = ITEM_NBYTES[dtype]
-    hidden = num_tokens * widest.hidden
-    rows = most_rows(num_tokens, widest.per_token, widest.num_experts)
-    layer = (
-        _HIDDEN_COPIES * hidden * item
-        + _FP32_COPIES * hidden * 4
-        + 3 * num_tokens * widest.dense * item
-        + rows * widest.hidden * item
-        + 3 * num_tokens * widest.inner * item
-    )
+    item, layer = ITEM_NBYTES[dtype], _layer_nbytes(widest, dtype, num_tokens)
     inputs = num_tokens * widest.inputs
     layer = max(layer + inputs * item, inputs * (_INPUT_COPIES * item + 4 * _FP32_INPUT_COPIES))
     # Twice, since some families cap them (final_logit_softcapping).
@@ -187,6 +178,39 @@ def pass_nbytes(widest: Widest, dtype: str, num_tokens: int, num_sampled: int, l
     # One sequence of a prompt, keys and values twice.
     indexed = _indexed_nbytes(widest, num_tokens, longest) if longest > widest.chosen > 0 else 0
     return max(layer, logits) + 2 * gathered + (latents if widest.expanded else 0) + indexed
+
+
+def _layer_nbytes(widest: Widest, dtype: str, num_tokens: int) -> int:
+    """Bytes of a decoder layer's activations."""
+    item, hidden = ITEM_NBYTES[dtype], num_tokens * widest.hidden
+    rows = most_rows(num_tokens, widest.per_token, widest.num_experts)
+    return (
+        _HIDDEN_COPIES * hidden * item
+        + _FP32_COPIES * hidden * 4
+        + 3 * num_tokens * widest.dense * item
+        + rows * widest.hidden * item
+        + 3 * num_tokens * widest.inner * item
+    )
+
+
+# Rows of a pass whose layers are replayed as CUDA graphs (kernels of larger passes take longer than their launches);
+# for how many numbers of rows at a time; and the driver's bytes of a graph. On an H200 the first 96 graphs took 70 MiB,
+# 58 of them memory that they share, others 30 and 16 MiB (bench/results/gpu.md).
+GRAPH_ROWS, GRAPH_SIZES, GRAPH_NBYTES = 512, 6, 320 << 10
+
+
+def may_graph(shape: ModelShape, gpu: Gpu | None, deterministic: bool) -> bool:
+    """Whether a device may replay layers as graphs where it holds them: nothing in them waits, or keeps states."""
+    if gpu is None or deterministic or shape.state_groups or not all(group.is_plain for group in shape.kv_groups):
+        return False
+    return has_products(gpu) and not gpu.lacks.attention
+
+
+def graphs_nbytes(shape: ModelShape, dtype: str) -> int:
+    """Bytes of graphs on a device: the memory that all share, buffers between them, and the driver's own."""
+    widest = Widest.of(shape)
+    buffers = GRAPH_ROWS * 3 * (widest.hidden + widest.dense) * ITEM_NBYTES[dtype]
+    return _layer_nbytes(widest, dtype, GRAPH_ROWS) + buffers + GRAPH_SIZES * 2 * len(shape.layers) * GRAPH_NBYTES
 
 
 def _indexed_nbytes(widest: Widest, num_tokens: int, longest: int) -> int:
@@ -310,7 +334,7 @@ class WeightFootprint:
     """A model in one weight format on the tier that computes: what takes the same bytes in every candidate.
 
     `process` bytes are the process, or a device's context; `resident` bytes are small parameters; products use
-    `workspace` bytes of scratch.
+    `workspace` bytes of scratch. `graphs` bytes are of a device that replays all layers, 0 where it may not.
     """
 
     def __init__(
@@ -326,6 +350,7 @@ class WeightFootprint:
         self.pads_passes = deterministic and not self.on_device
         self.gpu = None if device_budget is None else device_budget.gpu
         self.grouped_products = self.gpu is not None and has_products(self.gpu)
+        self.graphs = graphs_nbytes(shape, dtype) if may_graph(shape, self.gpu, deterministic) else 0
         self.workspace = workspace_nbytes(shape, quant, dtype, deterministic)
         if device_budget is None:
             self.workspace += (num_workers() - 1) * helper_nbytes(shape, quant, dtype, deterministic)

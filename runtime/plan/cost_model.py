@@ -12,17 +12,17 @@ from itertools import chain
 from typing import Any, Literal, Self
 
 from ...moe.expected_rows import padded_rows, wanted_by
-from ...offload.machine.profile import ATTENTION, HEADS, LATENTS, TOGETHER
+from ...offload.machine.profile import ATTENTION, DRAWING, HEADS, LATENTS, TOGETHER
 from ...quant.formats.format import CODE_BITS, get_format
 from ...quant.kernels.tuning import GROUPED_ROWS
 from ..kv.spec import KVSpec
 from ..settings.settings import DeviceBudget
 from ..shape.model_shape import ExpertsShape, Matrix, ModelShape
 from ..shape.shards import ModelShards, model_shards
-from .candidate import Candidate, WeightFootprint, fuses, may_fuse
+from .candidate import GRAPH_ROWS, Candidate, WeightFootprint, fuses, may_fuse
 from .loading_cost import LoadingCost, Prepared, least_loading_s, loading_cost
 from .placement import DEEP_RING_EXPERTS, Placement, Plan, Workload, largest_expert
-from .presets import SHARED_HEADS, beside_layers_s, head_size, layer_share
+from .presets import SHARED_HEADS, beside_layers_s, head_size, layer_share, small_kernels_s
 from .rates import INTEGERS, WIDE, Curve, Rates
 
 # Bytes that a layer moves on a device for each number of the hidden states, beside its products: some 25 times.
@@ -131,7 +131,8 @@ class _PassCosts:
     def __init__(self, model: _ModelWork, plan: Plan, rates: Rates) -> None:
         self._rates = rates
         staging = plan.staging
-        self._computing = _ComputeCosts(model, plan, rates, fused=plan.fused_nbytes > 0, on_device=staging is not None)
+        fused, graphs = plan.fused_nbytes > 0, plan.graphs_nbytes > 0
+        self._computing = _ComputeCosts(model, plan, rates, fused=fused, on_device=staging is not None, graphs=graphs)
         self._disk = _Streamed(model, plan.placement if staging is None else staging.placement)
         self._link = None if staging is None else _Streamed(model, plan.placement)
         # On a device it was not measured.
@@ -160,7 +161,8 @@ def _unhidden_share(shards: ModelShards, placement: Placement) -> float:
 class _ComputeCosts:
     """Seconds to compute passes, without the transfer of their weights.
 
-    `fused`: the library of CPU kernels computes those layers as a whole that it may.
+    `fused`: the library of CPU kernels computes those layers as a whole that it may. `graphs`: a device replays layers
+    of passes that are not too large.
     """
 
     def __init__(
@@ -171,8 +173,9 @@ class _ComputeCosts:
         *,
         fused: bool,
         on_device: bool = False,
+        graphs: bool = False,
     ) -> None:
-        self._on_device = on_device
+        self._on_device, self._graphs = on_device, graphs
         self._shape = model.shape
         self._overheads = rates.overheads
         self._fused_overheads = (rates.fused_overheads if fused else None) or rates.overheads
@@ -208,7 +211,7 @@ class _ComputeCosts:
             )
             for group in model.shape.kv_groups
         ]
-        self._expanding = rates.curve("none", *names)
+        self._expanding, self._drawing = rates.curve("none", *names), rates.curve(DRAWING)
 
     def seconds(self, load: _PassLoad) -> tuple[float, float]:
         """Seconds of the tier that computes, and of the thread that drives it if that is a device."""
@@ -217,7 +220,9 @@ class _ComputeCosts:
         fixed = sum(count * each for count, _, each in layers) + self._overheads.schedule_s * load.sequences
         if not self._on_device:
             return compute + fixed, 0.0
-        return compute, fixed + beside_layers_s(load.sampled)
+        drawn = load.sampled * self._shape.vocab / self._drawing.at(load.sampled)
+        small = len(self._shape.layers) * small_kernels_s(load.prompts > 0, self._by_torch)
+        return compute + drawn + small, fixed + beside_layers_s(load.sampled)
 
     def _layer(self, kind: _LayerKind, load: _PassLoad) -> float:
         tokens = load.tokens
@@ -231,7 +236,8 @@ class _ComputeCosts:
 
     def _fixed(self, kind: _LayerKind, load: _PassLoad) -> float:
         overheads = self._fused_overheads if kind.may_fuse else self._overheads
-        share = layer_share(load.prompts > 0, self._by_torch) if self._on_device else 1.0
+        graphs = self._graphs and load.tokens <= GRAPH_ROWS
+        share = layer_share(load.prompts > 0, self._by_torch, graphs) if self._on_device else 1.0
         seconds = overheads.layer_s * share + overheads.sequence_s * load.sequences
         alone = 0.0 if self._launches_together else overheads.expert_s
         return seconds + overheads.token_s * load.tokens + alone * self._union(kind, load.tokens)
@@ -550,23 +556,24 @@ class CostModel:
         streams = missing > 0 and not weights.on_device
         generating = sum(
             each.count * max(each.compute_s * computed, each.host_s * driven, each.wanted * moved)
-            for each in self._passes_of(candidate, compute, blocks, workload, fused=not streams)
+            for each in self._passes_of(candidate, compute, blocks, workload, whole=missing == 0)
         )
         return generating + least_loading_s(weights, streams, rates.loading, rates.disk_bytes_s, prepared)
 
     def _passes_of(
-        self, candidate: Candidate, compute: str, blocks: tuple[int, ...], workload: Workload, *, fused: bool
+        self, candidate: Candidate, compute: str, blocks: tuple[int, ...], workload: Workload, *, whole: bool
     ) -> list[_Passes]:
         weights, spec = candidate.weights, candidate.cache.specs[0]
         live = _live_sequences(candidate.cache.specs, blocks, candidate.live, workload, candidate.tokens_per_pass)
         formats = _CandidateFormats(
             weights.dtype, weights.quant, compute, spec.format, spec.block, weights.grouped_products
         )
-        fused = fused and fuses(weights.quant, weights.dtype, weights.deterministic) and not weights.on_device
-        key = (workload, formats, candidate.tokens_per_pass, live, fused)
+        fused = whole and fuses(weights.quant, weights.dtype, weights.deterministic) and not weights.on_device
+        graphs = whole and weights.graphs > 0
+        key = (workload, formats, candidate.tokens_per_pass, live, fused, graphs)
         if key not in self._passes:
             work = self._work(weights.quant, weights.dtype, weights.shards)
-            costs = _ComputeCosts(work, formats, self.rates, fused=fused, on_device=weights.on_device)
+            costs = _ComputeCosts(work, formats, self.rates, fused=fused, on_device=weights.on_device, graphs=graphs)
             self._passes[key] = [
                 _Passes(passes, *costs.seconds(load), wanted_by(load.tokens, work.rarest))
                 for passes, load in _phases(workload, live, candidate.tokens_per_pass)

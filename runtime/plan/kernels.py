@@ -17,7 +17,7 @@ from .placement import Plan
 
 # transformers' own forward with moedge's parts at the seams; the same with layers that the library of CPU kernels
 # computes; and the whole decoder by that library, where each sequence has one token.
-SEAMS, FUSED_LAYERS, FUSED_DECODER = "seams", "fused layers", "fused decoder"
+SEAMS, GRAPHS, FUSED_LAYERS, FUSED_DECODER = "seams", "graphs", "fused layers", "fused decoder"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,8 @@ def planned_kernels(plan: Plan, shape: ModelShape) -> Kernels:
         order = ROWS
     products = product_kernels(plan, model_shards(shape, plan.quant, plan.dtype, order))
     plain = plan.attention == "native" and plan.kv == "bf16"
-    return Kernels(_executor(plan, shape, plain) if tiled else SEAMS, plan.attention, products)
+    seams = GRAPHS if plan.graphs_nbytes else SEAMS
+    return Kernels(_executor(plan, shape, plain) if tiled else seams, plan.attention, products)
 
 
 def _executor(plan: Plan, shape: ModelShape, plain: bool) -> str:

@@ -22,7 +22,7 @@ OPTIONS = {"device": "--gpu-mem", "host": "--ram", "disk": "--disk"}
 # Arenas that the loader allocates; the planned bytes of the others are bounds.
 WEIGHTS, RINGS, KV_CACHE = "weights held", "rings of streamed weights", "KV cache"
 STAGED, PARKED, WORKSPACE = "weights staged for the device", "parked blocks", "scratch of products"
-STATES, FUSED = "states of recurrent layers", "buffers of fused layers"
+STATES, FUSED, GRAPHS = "states of recurrent layers", "buffers of fused layers", "CUDA graphs"
 TOKENIZER = "tokenizing a prompt"
 # What malloc keeps of what loading and passes freed (offload/memory.py); a bound.
 KEPT = "kept for the next pass"
@@ -125,6 +125,7 @@ def _computing(plan: Plan, process: str) -> dict[str, Arena]:
     states = {STATES: Arena(plan.states_nbytes)} if plan.states_nbytes else {}
     kept = {KEPT: Arena(plan.kept_nbytes)} if plan.kept_nbytes else {}
     fused = {FUSED: Arena(plan.fused_nbytes)} if plan.fused_nbytes else {}
+    graphs = {GRAPHS: Arena(plan.graphs_nbytes)} if plan.graphs_nbytes else {}
     return {
         process: Arena(plan.process_nbytes),
         "small parameters": Arena(plan.resident_nbytes),
@@ -134,6 +135,7 @@ def _computing(plan: Plan, process: str) -> dict[str, Arena]:
         "slack of allocators": Arena(plan.slack_nbytes),
         **kept,
         **fused,
+        **graphs,
         KV_CACHE: Arena(plan.kv_nbytes),
         **states,
         WEIGHTS: Arena(plan.held_nbytes),

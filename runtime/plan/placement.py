@@ -137,7 +137,8 @@ class Plan:
     - `encoder_nbytes` of host memory are for tokenizing one prompt while passes run.
     - `kept_nbytes` of memory that one pass frees stay in the process for the next one, where the budget has them.
     - `fused_nbytes` are buffers for decoder layers that the library of CPU kernels computes, in memory that nothing
-      else could use. `free_nbytes` of the host's budget are of no use to this job.
+      else could use. `graphs_nbytes` of a device are for layers that it replays as CUDA graphs. `free_nbytes` of the
+      host's budget are of no use to this job.
     - `grouped_products` says whether kernels of the device compute experts that arrive together in two launches, and
       `stores_by_kernel` whether one of them writes keys and values into the cache, `draws_by_kernel` whether one draws
       tokens.
@@ -175,6 +176,7 @@ class Plan:
     encoder_nbytes: int = 0
     kept_nbytes: int = 0
     fused_nbytes: int = 0
+    graphs_nbytes: int = 0
     free_nbytes: int = 0
     grouped_products: bool = False
     stores_by_kernel: bool = False
@@ -203,7 +205,7 @@ class Plan:
         passes = self.scratch_nbytes + self.kept_nbytes + (0 if self.budget.device else self.encoder_nbytes)
         sequences = self.kv_nbytes + self.states_nbytes
         weights = self.held_nbytes + self.placement.ring_nbytes
-        return fixed + passes + self.fused_nbytes + sequences + weights
+        return fixed + passes + self.fused_nbytes + self.graphs_nbytes + sequences + weights
 
     def with_spare(self, nbytes: int) -> Plan:
         """The plan of a CPU with `nbytes` of its budget to spare: passes keep some of them, if there are enough."""

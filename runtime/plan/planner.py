@@ -477,6 +477,8 @@ class _Search:
         if candidate.whole(least) > budget:
             return least
         free = budget - candidate.fixed - candidate.weights.nbytes
+        if candidate.cache.nbytes(least) <= free - candidate.weights.graphs:
+            free -= candidate.weights.graphs
         most = min(self.space.most_live, candidate.tokens_per_pass)
         return max(least, candidate.cache.sequences_in(free, most))
 
@@ -495,6 +497,9 @@ class _Search:
         lack = "--deterministic takes torch's attention" if settings.deterministic else library.lack()
         needs = AttentionNeeds(heads, weights.gpu, interpreted(), latent, indexed, lack)
         attention = choose_attention(settings.attention, needs)
+        held = placement.held_nbytes(weights.shards)
+        left = free - candidate.cache.nbytes(cached) - held
+        graphs = weights.graphs if held == weights.nbytes and weights.graphs <= left and attention == "triton" else 0
         reads_embedding = placement.ring_nbytes and shape.head and not weights.on_device
         whole = [count * spec.block for count, spec in zip(blocks, specs, strict=True) if spec.group.window is None]
         return Plan(
@@ -516,7 +521,7 @@ class _Search:
             process_nbytes=weights.process,
             resident_nbytes=weights.resident,
             weights_nbytes=weights.nbytes,
-            held_nbytes=placement.held_nbytes(weights.shards),
+            held_nbytes=held,
             kv_nbytes=candidate.cache.nbytes(cached),
             workspace_nbytes=weights.workspace,
             activations_nbytes=candidate.activations,
@@ -528,6 +533,7 @@ class _Search:
             token_rows_nbytes=token_rows_nbytes(shape, self.space.dtype if reads_embedding else None),
             grouped_products=weights.grouped_products,
             stores_by_kernel=stores_by_kernel(settings.attention, attention, needs),
+            graphs_nbytes=graphs,
             draws_by_kernel=weights.gpu is not None and not weights.gpu.lacks.sampling,
             lacks=_lacks(weights, settings),
             notes=(

@@ -15,7 +15,7 @@ from itertools import product
 
 from ...offload.budget import GIB
 from ...offload.machine.hardware import GpuInfo, Hardware
-from ...offload.machine.profile import HEADS, LATENTS, TOGETHER, FlopRates, Link, Machine, Overheads
+from ...offload.machine.profile import DRAWING, HEADS, LATENTS, TOGETHER, FlopRates, Link, Machine, Overheads
 from ...quant.formats.format import ASSUMED
 from ...quant.kernels.gpu import Lacks
 
@@ -60,6 +60,8 @@ CALL_S = 1.2e-6
 # Launches of a layer with streamed experts, of prompts (some 20 of them copy) and of decoding tokens alone; those where
 # torch computes attention; and of a pass beside its layers (tests/device/host_cost.json).
 LAYER_LAUNCHES, DECODE_LAUNCHES, TORCH_LAUNCHES, TORCH_DECODE_LAUNCHES, PASS_LAUNCHES = 61, 40, 290, 180, 26
+# The same of a layer that is replayed, with its two graphs.
+GRAPH_LAUNCHES, DECODE_GRAPH_LAUNCHES = 28, 10
 # An expert that torch computes: aten's operations of its two products, of int8 and nf4 (int4's are 24).
 EXPERT_LAUNCHES = 12
 # An expert that streams, in runs of eight, which are one copy and one grouped product: cache, order, lane 20 us and an
@@ -69,6 +71,12 @@ ARRIVAL_CALLS = 3
 ARRIVAL_S = SLOWER * (20e-6 + 50e-6 / 8) + ARRIVAL_CALLS * CALL_S + (2 * 18e-6 + 2 * 5e-6) / 8
 # A sequence in a pass: engine and text 10 us, tables of pages 15 us (Zen 5).
 SEQUENCE_S = SLOWER * 25e-6
+# A small kernel takes the device so long, however little it computes: with one sequence an H200 took 5.0 ms for the
+# 1,600 of a pass beside its products, attention and sampler, which are 7 launches a layer.
+KERNEL_S, LARGE_KERNELS = 3.1e-6, 7
+# Clocks of a multiprocessor for a logit of a row that is drawn: 0.87 ms for a row of 151,936 on an H200, with top-k and
+# top-p (bench/results/gpu.md). Each draws one row at a time.
+DRAW_CLOCKS = 11.3
 # To draw tokens: settings of the rows go up, a kernel draws, tokens come down (tests/device/test_host_cost.py).
 DRAW_LAUNCHES = 3
 # What nobody can count to more than nothing.
@@ -88,11 +96,20 @@ def beside_layers_s(sampled: float) -> float:
     return (PASS_LAUNCHES + (DRAW_LAUNCHES if sampled else 0)) * LAUNCH_S
 
 
-def layer_share(prompts: bool, by_torch: bool) -> float:
-    """Launches of a layer, as a multiple of those that `OVERHEADS` has; `by_torch`: torch computes its attention."""
+def layer_share(prompts: bool, by_torch: bool, graphs: bool = False) -> float:
+    """Launches of a layer, as a multiple of those that `OVERHEADS` has; `by_torch`: torch computes its attention;
+    `graphs`: all but attention is replayed.
+    """
+    if graphs:
+        return (GRAPH_LAUNCHES if prompts else DECODE_GRAPH_LAUNCHES) / LAYER_LAUNCHES
     if by_torch:
         return (TORCH_LAUNCHES if prompts else TORCH_DECODE_LAUNCHES) / LAYER_LAUNCHES
     return 1.0 if prompts else DECODE_LAUNCHES / LAYER_LAUNCHES
+
+
+def small_kernels_s(prompts: bool, by_torch: bool) -> float:
+    """Seconds of the device for the small kernels of a layer."""
+    return (layer_share(prompts, by_torch) * LAYER_LAUNCHES - LARGE_KERNELS) * KERNEL_S
 
 
 def head_size(head_dim: int) -> int:
@@ -100,9 +117,11 @@ def head_size(head_dim: int) -> int:
     return next((size for size in _HEADS if head_dim <= size), _HEADS[-1])
 
 
-def flop_rates(capability: tuple[int, int], memory_bytes_s: float, issued_s: float, peak: float) -> FlopRates:
+def flop_rates(
+    capability: tuple[int, int], memory_bytes_s: float, issued_s: float, peak: float, processors: int
+) -> FlopRates:
     """FLOP/s of kernels by name and rows, on a GPU whose memory gives `memory_bytes_s`, whose multiprocessors can start
-    `issued_s` instructions of a thread in a second, and whose products take `peak` FLOP/s."""
+    `issued_s` instructions of a thread in a second, and whose products take `peak` FLOP/s; logits/s of `DRAWING`."""
     # Below 8.0 no kernel multiplies with tensor cores. Those of 12.0 have the instructions of 8.0.
     major = 0 if capability < (8, 0) else 9 if capability[0] in (9, 10) else 8
     rates: dict[str, dict[int, float]] = {
@@ -128,6 +147,8 @@ def flop_rates(capability: tuple[int, int], memory_bytes_s: float, issued_s: flo
         # Keys of one, values of the other.
         mixed = [rates[HEADS.format(name, size)] for name in ("int8", "int4")]
         rates[HEADS.format("int8/int4", size)] = {rows: 2 / sum(1 / each[rows] for each in mixed) for rows in native}
+    drawn = issued_s / ISSUED_A_CLOCK / DRAW_CLOCKS
+    rates[DRAWING] = {1: drawn / processors, processors: drawn}
     rates[LATENTS] = {1: 2 * SHARED_HEADS * memory_bytes_s / _LATENT_NBYTES}
     return rates
 
@@ -301,7 +322,7 @@ def with_preset(name: str, preset: Preset, hardware: Hardware, profile: Machine 
         link=Link(link / 2, link),
         pin=None,
         device_memory_bytes_s=memory,
-        device_flop_s=flop_rates((major, minor), memory, issued, peak),
+        device_flop_s=flop_rates((major, minor), memory, issued, peak, preset.processors),
         device_overheads=OVERHEADS,
         kernel_lacks=Lacks()._asdict(),
     )

@@ -1,8 +1,9 @@
 """Draws the tokens of rows on the device that has their logits, in one launch. Imports Triton.
 
-A program draws one row, and sorts nothing: what the sampler asks of a row's ranks (the k-th token, the end of the nucleus,
-the token that is drawn) is always the first rank at which a sum over the ranks up to it reaches a bound. The sum grows with
-the distance from the peak, whose bits are searched; the id decides among tokens of one distance.
+A program draws one row, and sorts nothing: what the sampler asks of a row's ranks (the k-th token, the end of the
+nucleus, the token that is drawn) is always the first rank at which a sum over the ranks up to it reaches a bound. The
+sum grows with the distance from the peak, whose bits are searched, first over the whole row and then among the tokens
+between which it must be; the id decides among tokens of one distance.
 """
 
 from __future__ import annotations
@@ -26,10 +27,13 @@ _WARPS = 16
 
 
 class RowSizes(NamedTuple):
-    """What the kernel is compiled for: bounds that are tried at once, and tokens that are looked at together."""
+    """What the kernel is compiled for: bounds that are tried at once, tokens that are looked at together, and the times
+    that the whole row is summed before what is left is gathered.
+    """
 
     tried: int
     chunk: int
+    rounds: int = 4
 
 
 SIZES = RowSizes(4, 4096)
@@ -53,28 +57,74 @@ def _weights(distances, by, least, whole):
 
 
 @triton.jit
-def _first(row, vocab, peak, by, least, whole, bound, COUNT: tl.constexpr, S: tl.constexpr):
-    """The bits of the first distance at which the sum over all tokens up to it, of ones or of weights, reaches `bound`, and
-    the sum before it. `bound` is at most the sum over the row.
+def _narrow(low, high, before, tried, total, bound):
+    """Of what is tried between low and high, with the sum up to each, what is left, and the sum before it."""
+    short = total < bound
+    before = tl.maximum(before, tl.max(tl.where(short, total, 0), 0))
+    low = tl.maximum(low, tl.max(tl.where(short, tried + 1, low), 0))
+    high = tl.minimum(high, tl.min(tl.where(short, high, tried), 0))
+    return low, high, before
+
+
+@triton.jit
+def _between(low, high, S: tl.constexpr):
+    parts = tl.arange(0, S.tried) + 1
+    return low + ((high - low).to(tl.int64) * parts // (S.tried + 1)).to(tl.int32)
+
+
+@triton.jit
+def _gather(row, vocab, peak, low, high, gathered, S: tl.constexpr):
+    """Writes the bits of the distances from low to high; returns how many, more than a chunk if they are too many."""
+    start, found = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+    lanes = tl.arange(0, S.chunk)
+    while (start < vocab) & (found <= S.chunk):
+        bits = _distances(row, start + lanes, vocab, peak).to(tl.int32, bitcast=True)
+        wanted = (bits >= low) & (bits <= high) & (start + lanes < vocab)
+        places = found + tl.cumsum(wanted.to(tl.int32), 0) - 1
+        tl.store(gathered + places, bits, mask=wanted & (places < S.chunk))
+        found += tl.sum(wanted.to(tl.int32), 0)
+        start += S.chunk
+    # Other threads read what this one wrote.
+    tl.debug_barrier()
+    return found
+
+
+@triton.jit
+def _first(row, vocab, peak, by, least, whole, bound, high, gathered, COUNT: tl.constexpr, S: tl.constexpr):
+    """The bits of the first distance, up to `high`, at which the sum over all tokens up to it, of ones or of weights,
+    reaches `bound`, and the sum before it.
     """
-    low, high, before = tl.full((), 0, tl.int32), tl.full((), _INFINITY, tl.int32), tl.full((), 0, tl.int64)
-    parts = tl.arange(0, S.tried)
+    low, before = tl.full((), 0, tl.int32), tl.full((), 0, tl.int64)
     lanes = tl.arange(0, S.chunk)[None, :]
-    while low < high:
-        tried = low + ((high - low).to(tl.int64) * (parts + 1) // (S.tried + 1)).to(tl.int32)
-        sums = tl.full((S.tried, S.chunk), 0, tl.int64)
-        for start in range(0, vocab, S.chunk):
-            distances = _distances(row, start + lanes, vocab, peak)
-            if COUNT:
-                each = tl.full((1, S.chunk), 1, tl.int64)
-            else:
-                each = _weights(distances, by, least, whole)
-            sums += tl.where(distances.to(tl.int32, bitcast=True) <= tried[:, None], each, 0)
-        total = tl.sum(sums, 1)
-        short = total < bound
-        before = tl.maximum(before, tl.max(tl.where(short, total, 0), 0))
-        low = tl.maximum(low, tl.max(tl.where(short, tried + 1, low), 0))
-        high = tl.minimum(high, tl.min(tl.where(short, high, tried), 0))
+    rounds, found = tl.full((), 0, tl.int32), tl.full((), S.chunk + 1, tl.int32)
+    while (low < high) & (found > S.chunk):
+        if rounds == S.rounds:
+            found = _gather(row, vocab, peak, low, high, gathered, S)
+            rounds -= 2
+        else:
+            tried = _between(low, high, S)
+            sums = tl.full((S.tried, S.chunk), 0, tl.int64)
+            for start in range(0, vocab, S.chunk):
+                distances = _distances(row, start + lanes, vocab, peak)
+                if COUNT:
+                    each = (start + lanes < vocab).to(tl.int64)
+                else:
+                    each = _weights(distances, by, least, whole)
+                sums += tl.where(distances.to(tl.int32, bitcast=True) <= tried[:, None], each, 0)
+            low, high, before = _narrow(low, high, before, tried, tl.sum(sums, 1), bound)
+            rounds += 1
+    if low < high:
+        outside = before
+        here = lanes < found
+        bits = tl.load(gathered + lanes, mask=here, other=0)
+        if COUNT:
+            each = here.to(tl.int64)
+        else:
+            each = tl.where(here, _weights(bits.to(tl.float32, bitcast=True), by, least, whole), 0)
+        while low < high:
+            tried = _between(low, high, S)
+            sums = tl.sum(tl.where(bits <= tried[:, None], each, 0), 1)
+            low, high, before = _narrow(low, high, before, tried, outside + sums, bound)
     return low, before
 
 
@@ -92,8 +142,10 @@ def _weight_at(bits, by, least, whole):
 
 # These change while a job runs: no kernel may be compiled for each.
 @triton.jit(do_not_specialize=["stride", "vocab", "count"])
-def draw_rows(logits, stride, vocab, count, columns, whole, token_ids, S: tl.constexpr):
-    """Grid: (rows,); `columns` float64 [6, rows] are those of `SamplerColumns` and the row of logits. `whole` is `unit`."""
+def draw_rows(logits, stride, vocab, count, columns, whole, token_ids, scratch, S: tl.constexpr):
+    """Grid: (rows,); `columns` float64 [6, rows] are those of `SamplerColumns` and the row of logits, `whole` is
+    `unit`, and `scratch` int32 [rows, S.chunk].
+    """
     program = tl.program_id(0)
     column = columns + program
     temperature = tl.load(column).to(tl.float32)
@@ -103,24 +155,26 @@ def draw_rows(logits, stride, vocab, count, columns, whole, token_ids, S: tl.con
     uniform = tl.load(column + 4 * count)
     row = logits + tl.load(column + 5 * count).to(tl.int64) * stride
     by = -1.0 / tl.minimum(tl.maximum(temperature, 1e-37), 1e37)
-    lanes = tl.arange(0, S.chunk)
+    gathered, lanes = scratch + program * S.chunk, tl.arange(0, S.chunk)
 
     highest = tl.full((S.chunk,), -float("inf"), tl.float32)
     broken = tl.full((S.chunk,), 0, tl.int32)
     for start in range(0, vocab, S.chunk):
         at = start + lanes
         each = tl.load(row + at, mask=at < vocab, other=-float("inf")).to(tl.float32)
-        broken = broken | (each != each).to(tl.int32)
-        highest = tl.maximum(highest, tl.where(each != each, highest, each))
+        no_number = (each.to(tl.int32, bitcast=True) & 0x7FFFFFFF) > _INFINITY
+        broken = broken | no_number.to(tl.int32)
+        highest = tl.maximum(highest, tl.where(no_number, highest, each))
     # Adding zero turns -0.0 into +0.0, as in `sampler.below_peak`.
     peak = tl.max(highest, 0) + 0.0
     token = tl.full((), _NO_TOKEN, tl.int32)
     if (tl.max(broken, 0) == 0) & (peak > -float("inf")) & (peak < float("inf")):
         # The mass of the tokens that top-k and min-p leave.
+        everything = tl.full((), _INFINITY, tl.int32)
         if top_k < vocab:
-            last, kept = _first(row, vocab, peak, by, least, whole, top_k, True, S)
+            last, kept = _first(row, vocab, peak, by, least, whole, top_k, everything, gathered, True, S)
         else:
-            last, kept = tl.full((), _INFINITY + 1, tl.int32), tl.full((), 0, tl.int64)
+            last, kept = everything, tl.full((), 0, tl.int64)
         sums = tl.full((S.chunk,), 0, tl.int64)
         for start in range(0, vocab, S.chunk):
             distances = _distances(row, start + lanes, vocab, peak)
@@ -131,11 +185,11 @@ def draw_rows(logits, stride, vocab, count, columns, whole, token_ids, S: tl.con
             mass += (top_k - kept) * _weight_at(last, by, least, whole)
         if top_p < 1.0:
             bound = tl.maximum(_up(top_p * mass.to(tl.float64)), 1)
-            bits, before = _first(row, vocab, peak, by, least, whole, bound, False, S)
-            each = _weight_at(bits, by, least, whole)
+            last, before = _first(row, vocab, peak, by, least, whole, bound, last, gathered, False, S)
+            each = _weight_at(last, by, least, whole)
             mass = before + (bound - before + each - 1) // each * each
         bound = (uniform * mass.to(tl.float64)).to(tl.int64) + 1
-        bits, before = _first(row, vocab, peak, by, least, whole, bound, False, S)
+        bits, before = _first(row, vocab, peak, by, least, whole, bound, last, gathered, False, S)
         each = _weight_at(bits, by, least, whole)
         rank = (bound - before + each - 1) // each
         seen = tl.full((), 0, tl.int64)
@@ -147,6 +201,7 @@ def draw_rows(logits, stride, vocab, count, columns, whole, token_ids, S: tl.con
             seen += tl.sum(same.to(tl.int32), 0)
     tl.store(token_ids + program, token.to(tl.int64))
 
+
 def draw(logits: torch.Tensor, columns: torch.Tensor, rows: Sequence[int], sizes: RowSizes = SIZES) -> torch.Tensor:
     """Token ids int64 [R], on the device of logits [B, V] of any dtype, of its `rows`; as `sampler.choose`.
 
@@ -156,7 +211,8 @@ def draw(logits: torch.Tensor, columns: torch.Tensor, rows: Sequence[int], sizes
     where = torch.tensor(rows, dtype=torch.float64).view(1, -1, 1)
     settings = upload(torch.cat([columns, where]), logits.device)
     token_ids = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-    arguments = (logits, logits.stride(0), vocab, len(rows), settings, unit(vocab), token_ids, sizes)
+    scratch = torch.empty(len(rows), sizes.chunk, dtype=torch.int32, device=logits.device)
+    arguments = (logits, logits.stride(0), vocab, len(rows), settings, unit(vocab), token_ids, scratch, sizes)
     Launch(draw_rows, (len(rows),), arguments, _WARPS).run()
     return token_ids
 

@@ -289,8 +289,8 @@ DrawRows: TypeAlias = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
 class Sampler:
     """Draws one token per row, which depends on the row's own logits and `Draw` alone, to the last bit.
 
-    Temporaries stay below `scratch_nbytes`, or take what a single row needs if that is more. `draw`, if not None, is the
-    kernel of a device (kernel.py), which needs none.
+    Temporaries stay below `scratch_nbytes`, or take what a single row needs if that is more. `draw`, if not None, is
+    the kernel of a device (kernel.py).
     """
 
     # On a CPU a plane of fp32 then stays below 1 MiB and in the cache: larger ones are mapped anew each time.
@@ -349,7 +349,7 @@ class Sampler:
             where = [rows[at] for at in as_they_are]
             found[as_they_are] = self.draw(logits, settings[:, as_they_are], where).cpu().numpy()
         if len(others):
-            where, theirs = [rows[at] for at in others], [draws[at] for at in others]
+            where, theirs = [rows[at] for at in others], [draws[int(at)] for at in others]
             found[others] = self._draw_tiles(logits, where, theirs, settings[:, others], None)
         return found
 

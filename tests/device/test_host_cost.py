@@ -8,6 +8,7 @@ three prompts: bench/results/gpu.md explains them. They change in one direction,
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
@@ -34,6 +35,7 @@ AMPERE, NO_KERNELS = (8, 6), (7, 0)
 # Capability, share of the weights that is held, mode of the experts that stream.
 WAYS: dict[str, tuple[tuple[int, int], float, Mode | None]] = {
     "held": (AMPERE, 1.0, None),
+    "held, graphs": (AMPERE, 1.0, None),
     "all": (AMPERE, 0.0, Mode.ALL),
     "wanted": (AMPERE, 0.0, Mode.WANTED),
     "wanted+forecast": (AMPERE, 0.0, Mode.FORECAST),
@@ -63,12 +65,14 @@ def count(
     settings = Settings(dtype="bf16", quant="nf4", kv="int8", tokens_per_pass=64, max_sequences=3)
     with ExitStack() as opened:
         source = opened.enter_context(open_source(str(folder)))
-        case = tiny_engine.Case(source, folder, settings, lengths=(2, 5, 3), new_tokens=3)
+        case = tiny_engine.Case(source, folder, settings, lengths=(2, 5, 3), new_tokens=8)
 
         def run(way: str) -> Figures:
             capability, share, mode = WAYS[way]
             fake = fakes.FakeDevice(capability=capability)
             plan = case.plan(fake.device, share)
+            if way != "held, graphs":
+                plan = replace(plan, graphs_nbytes=0)
             assert plan.grouped_products == (capability == AMPERE)
             assert (plan.held_nbytes < plan.weights_nbytes) == (share < 1)
             with host_cost.HostCost(fake, fakes) as costs:

@@ -40,7 +40,7 @@ def choices(tokens: int, experts: int, per_token: int, seed: int = 0) -> torch.T
 )
 def test_choices_are_sorted_by_expert(tokens: int, experts: int, per_token: int, height: int) -> None:
     ids = choices(tokens, experts, per_token)
-    totals = torch.ones(2, experts, dtype=torch.int64)
+    totals = torch.ones(2, experts + 1, dtype=torch.int64)
     grouped = Grouped.of(ids, totals, height)
     counts = np.bincount(ids.view(-1), minlength=experts)
     order = np.argsort(ids.view(-1).numpy(), kind="stable")
@@ -56,7 +56,7 @@ def test_choices_are_sorted_by_expert(tokens: int, experts: int, per_token: int,
     found = [tuple(tile) for tile in grouped.tiles.tiles.tolist()]
     assert found[: len(wanted)] == wanted
     assert set(found[len(wanted) :]) <= {(0, 0, 0)}
-    assert totals.tolist() == [(counts + 1).tolist(), ((counts > 0) + 1).tolist()]
+    assert totals.tolist() == [[*(counts + 1).tolist(), len(ids) + 1], [*((counts > 0) + 1).tolist(), 2]]
 
 
 def layer(quant: str, experts: int, hidden: int, inner: int, bias: bool) -> list[ExpertWeights]:

@@ -69,6 +69,12 @@ def test_layers_and_passes_start_as_many_kernels() -> None:
             assert beside == presets.PASS_LAUNCHES or by_torch
         assert launches("held", kind)[1] == presets.PASS_LAUNCHES
         assert launches("held", kind)[0] == pytest.approx(launches("all", kind)[0], rel=0.1)
+    replayed = launches("held, graphs", "decode")[0]
+    assert replayed == presets.DECODE_GRAPH_LAUNCHES
+    # Attention is started as without graphs.
+    more = launches("held", "prompts")[0] - launches("held", "decode")[0]
+    assert replayed + more == presets.GRAPH_LAUNCHES
+    assert presets.layer_share(False, False, graphs=True) * presets.LAYER_LAUNCHES == pytest.approx(replayed)
 
 
 # An H200 has the multiprocessors, the clock and the link of an H100.

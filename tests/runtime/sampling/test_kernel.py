@@ -46,7 +46,9 @@ def defined(logits: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("sizes", [SMALL, *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in (RowSizes(1, 1024), SIZES))])
+@pytest.mark.parametrize(
+    "sizes", [SMALL, *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in (RowSizes(1, 1024), SIZES))]
+)
 def test_tokens_are_those_of_sorting(sizes: RowSizes, dtype: torch.dtype, ties: bool) -> None:
     """Of logits that are whole numbers, and of bfloat16, many tie: ids decide, also where top-k cuts."""
     seed = 2 * sizes.tried + ties

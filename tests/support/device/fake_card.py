@@ -123,6 +123,12 @@ class Cuda(simulator.Cuda):  # type: ignore[misc,name-defined]
     def Event(self, enable_timing: bool = False, blocking: bool = False) -> Event:
         return Event(self)
 
+    def Stream(self, device: Any = None) -> Any:
+        return super().Stream()
+
+    def set_stream(self, stream: Any) -> None:
+        self._current = stream
+
     def synchronize(self, device: Any = None) -> None:
         self.machine.run_until(lambda: not any(actor.able() or actor.steps for actor in self.machine.actors))
 

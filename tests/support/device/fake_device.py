@@ -26,6 +26,7 @@ from moedge.offload.device import Device
 from moedge.quant.kernels.operands import STEP_NBYTES
 from moedge.quant.kernels.upload import _rings
 from support.device import fake_card as card
+from support.device.fake_graph import Graph
 from support.stream import simulator
 
 POISON = 0xFF
@@ -62,6 +63,9 @@ class FakeDevice(TorchFunctionMode):
         self.launched: Counter[str] = Counter()
         self._streamed_into: dict[int, int] = {}
         self._live: set[int] = set()
+        self.recording: Graph | None = None
+        self.cuda.CUDAGraph = lambda: Graph(self)
+        self.cuda.graph_pool_handle = list
 
     def __enter__(self) -> "FakeDevice":
         if self.cuda.properties[:2] >= (7, 5):
@@ -117,6 +121,8 @@ class FakeDevice(TorchFunctionMode):
         result = func(*args, **kwargs)
         if pinned:
             return self._pinned(result)
+        if self.recording is not None and on_device and name not in _NO_LAUNCH:
+            self._record(func, name, args, kwargs, result)
         if on_device and self._streamed_into:
             self._look_again(on_device, result)
         if self._is_here(asked) or (on_device and asked is None):
@@ -124,6 +130,13 @@ class FakeDevice(TorchFunctionMode):
             # Room for what a kernel writes is found before it is launched.
             self._tell_stale_error(name)
         return result
+
+    def _record(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
+        assert self.recording is not None
+        if _tensors_in(result):
+            self.recording.record(func, args, kwargs, result)
+        elif name in _READS:
+            raise RuntimeError("operation not permitted when stream is capturing")
 
     def _to(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         source, asked = args[0], {"cpu": "cpu", "cuda": self.torch_device}.get(name, kwargs.get("device"))
@@ -133,6 +146,8 @@ class FakeDevice(TorchFunctionMode):
             elif isinstance(value, torch.device) or (isinstance(value, str) and value != ""):
                 asked = value
         was_here = isinstance(source, OnDevice)
+        if self.recording is not None and was_here != (was_here if asked is None else self._is_here(asked)):
+            raise RuntimeError("operation not permitted when stream is capturing")
         goes_here = was_here if asked is None else self._is_here(asked)
         plain = tuple("cpu" if self._is_device(value) else value for value in args[1:])
         options = {key: "cpu" if key == "device" else value for key, value in kwargs.items()}
@@ -144,6 +159,8 @@ class FakeDevice(TorchFunctionMode):
         if goes_here != was_here and result.data_ptr() == source.data_ptr():
             result = result.clone()
         if goes_here == was_here:
+            if goes_here and self.recording is not None:
+                self.recording.record(func, (_plain(source), *plain), options, result)
             return self._mark(result) if goes_here else result
         non_blocking = bool(kwargs.get("non_blocking", False))
         if goes_here:
@@ -154,9 +171,14 @@ class FakeDevice(TorchFunctionMode):
         return result
 
     def _copy(self, func: Any, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        here, there = isinstance(source, OnDevice), isinstance(target, OnDevice)
+        if self.recording is not None:
+            if not (here and there):
+                raise RuntimeError("operation not permitted when stream is capturing")
+            self.recording.record(func, (_plain(target), _plain(source)), {}, target)
+            return target
         if self.cuda.current_stream() is not self.machine.compute:
             return self._copy_aside(target, source, non_blocking)
-        here, there = isinstance(source, OnDevice), isinstance(target, OnDevice)
         if there and not here:
             self._before_reading(source)
         func(target, source, non_blocking=non_blocking)
@@ -264,6 +286,10 @@ class FakeDevice(TorchFunctionMode):
         _refuse_mixture(grid.fn.__name__, tensors)
         self.launched[grid.fn.__name__] += 1
         self.cuda.use("triton", grid.fn.__name__)
+        if self.recording is not None:
+            with torch._C.DisableTorchFunction():
+                self.recording.record_launch(self._interpret, grid, arguments, options)
+            return
         with torch._C.DisableTorchFunction():
             self._interpret(grid, *arguments, **options)
         self._look_again([tensor for tensor in tensors if isinstance(tensor, OnDevice)], None)
@@ -338,7 +364,10 @@ class FakeDevice(TorchFunctionMode):
         return self._is_device(value) and torch.device(value).type == self.torch_device.type
 
 
-_OF_TORCH_CUDA = ("Event", "Stream", "stream", "current_stream", "synchronize")
+_OF_TORCH_CUDA = (
+    "Event", "Stream", "stream", "set_stream", "current_stream", "synchronize", "CUDAGraph", "graph_pool_handle",
+)  # fmt: skip
+_READS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "equal"}
 _NO_LAUNCH = {"__get__", "__getitem__", "view", "flatten", "narrow", "data_ptr", "untyped_storage", "is_contiguous"}
 _PRODUCTS = {"mm", "bmm", "matmul", "__matmul__", "__rmatmul__", "linear", "addmm", "baddbmm", "mv", "einsum"}
 _UNWRITTEN = {"empty", "new_empty", "empty_like", "empty_strided"}

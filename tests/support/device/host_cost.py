@@ -28,6 +28,7 @@ from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.model import weights_seam
 from moedge.runtime.model.experts_seam import PackedExperts
 from moedge.runtime.weights.key_offsets import KeyOffsets
+from support.device.fake_graph import Graph
 
 # Work that belongs to no layer: before the first, behind the last, sampling.
 OUTSIDE = -1
@@ -95,6 +96,7 @@ class HostCost:
         with ExitStack() as patched:
             patched.enter_context(patch.object(Launch, "run", self._kernels()))
             simulator = self._fakes.simulator
+            patched.enter_context(patch.object(Graph, "replay", self._counted(Graph.replay, self._replayed)))
             for each in (simulator.Event, simulator.Stream):
                 patched.enter_context(patch.object(each, "synchronize", self._counted(each.synchronize, self._waited)))
             patched.enter_context(_Above(self))
@@ -177,6 +179,9 @@ class HostCost:
     def _waited(self, point: Any) -> None:
         if not self.transferring:
             self.add("waits", f"{type(point).__name__}.synchronize")
+
+    def _replayed(self, graph: Any) -> None:
+        self.add("launches", "graph")
 
     def _counted(self, method: Callable[[Any], None], note: Callable[[Any], None]) -> Callable[[Any], None]:
         def counted(this: Any) -> None:
@@ -317,7 +322,7 @@ def steady(costs: HostCost) -> Iterator[None]:
         self: PackedExperts, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         with costs.paused():
-            chosen = torch.arange(expert_ids.numel()) % self.source.num_experts
+            chosen = torch.arange(expert_ids.numel(), device=expert_ids.device) % self.source.num_experts
             expert_ids.copy_(chosen.view(expert_ids.shape))
         return forward(self, hidden, expert_ids, weights)
 
@@ -342,7 +347,8 @@ def steady(costs: HostCost) -> Iterator[None]:
 
 
 def passes(case: Any, costs: HostCost, plan: Any, device: Any, stream: Any) -> dict[str, dict[str, Cost]]:
-    """What passes of a tiny model cost: the first, of prompts alone, and the one behind it, which decodes.
+    """What passes of a tiny model cost: the first, of prompts alone, and the one behind it, which decodes; where layers
+    are replayed, only the latter, which follows the pass that records it.
 
     Of each the `layer` that costs most behind the first, and the whole `pass`. Keys have offsets of zero.
     """
@@ -358,7 +364,9 @@ def passes(case: Any, costs: HostCost, plan: Any, device: Any, stream: Any) -> d
         for index, ids in enumerate(case.prompts):
             loaded.engine.add(Sequence(ids, case.params(index, 0.0)))
         with steady(costs):
-            for kind in ("prompts", "decode"):
+            for _ in range(4 if plan.graphs_nbytes else 0):
+                loaded.engine.step()
+            for kind in ("decode",) if plan.graphs_nbytes else ("prompts", "decode"):
                 with costs.counting():
                     loaded.engine.step()
                 found[kind] = {"layer": costs.per_layer, "pass": costs.whole}
