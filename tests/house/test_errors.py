@@ -21,6 +21,7 @@ CONTROL_FLOW = {
     "FormatError": "runtime/kv/spec.py and runtime/weights/preparation.py, which know the setting or the checkpoint",
     "InvalidRow": "runtime/rows/reader.py, which makes a RowFailure of it",
     "ReadFailure": "apps/documents/iterate.py, which makes an UnreadDocument of it",
+    "_NotRecordable": "runtime/model/graphs.py itself, which launches kernels one by one then",
     "_Refused": "runtime/rows/tables.py itself, which makes InputRefused of it",
     "Stopped": "cli/views/job_view.py, which ends with the code of the signal",
 }

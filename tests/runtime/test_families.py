@@ -1,5 +1,6 @@
 """Families with a feature each, whole: streamed at the smallest budget and packed, with transformers' tokens."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,11 @@ def test_a_window_that_the_cache_was_not_planned_for_is_refused(
 
 def test_a_run_that_shows_nothing_fails() -> None:
     rows = [[token, token + 1] for token in range(0, 60, 2)]
-    assert FamilyRun(rows, rows, rows, 1, 9, 3).failure == ""
-    assert "0 bytes streamed" in FamilyRun(rows, rows, rows, 0, 9, 3).failure
-    assert "degenerate" in FamilyRun(rows[:2], rows[:2], rows[:2], 1, 9, 3).failure
-    assert "streamed: tokens of 1 of 30" in FamilyRun(rows, [[0, 0], *rows[1:]], rows, 1, 9, 3).failure
+    good = FamilyRun(rows, rows, rows, rows * 2, 1, 9, 3, 3)
+    assert good.failure == ""
+    assert "0 bytes streamed" in replace(good, nbytes_streamed=0).failure
+    assert "2 sequences ran at once" in replace(good, most_at_once=2).failure
+    few = rows[:2]
+    assert "degenerate" in replace(good, expected=few, streamed=few, packed=few, three=few * 2).failure
+    assert "streamed: tokens of 1 of 30" in replace(good, streamed=[[0, 0], *rows[1:]]).failure
+    assert "three at a time: tokens of 1 of 60" in replace(good, three=[*rows, [0, 0], *rows[1:]]).failure

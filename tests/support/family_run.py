@@ -1,6 +1,6 @@
 """One family, whole: its tiny checkpoint streamed at the smallest budget, and packed, against transformers' tokens."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +20,24 @@ from support.tiny_wrappers import save_multimodal, whole_model
 
 LENGTHS = (3, 40, 17, 70, 1, 33)
 NEW_TOKENS = 16
+# Of twelve sequences.
+AT_ONCE = 3
 
 
 @dataclass(frozen=True, slots=True)
 class FamilyRun:
-    """Tokens by transformers, ours streamed and ours packed, and what shows that streaming and packing happened."""
+    """Tokens by transformers, ours streamed, ours packed, and those of every prompt twice with `three` sequences at a
+    time; and what shows that streaming, packing and waiting happened.
+    """
 
     expected: list[list[int]]
     streamed: list[list[int]]
     packed: list[list[int]]
+    three: list[list[int]]
     nbytes_streamed: int
     streamed_passes: int
     packed_passes: int
+    most_at_once: int
 
     @property
     def failure(self) -> str:
@@ -40,10 +46,14 @@ class FamilyRun:
             return f"{self.nbytes_streamed} bytes streamed, {self.streamed_passes} and {self.packed_passes} passes"
         if len({token for row in self.expected for token in row}) <= 20:
             return "transformers' tokens are degenerate, so equality shows nothing"
-        for what, found in (("streamed", self.streamed), ("packed", self.packed)):
-            wrong = [i for i, (ours, theirs) in enumerate(zip(found, self.expected, strict=True)) if ours != theirs]
+        if self.most_at_once != AT_ONCE:
+            return f"{self.most_at_once} sequences ran at once, {AT_ONCE} were to"
+        ways = {"streamed": (self.streamed, 1), "packed": (self.packed, 1), "three at a time": (self.three, 2)}
+        for what, (found, times) in ways.items():
+            expected = self.expected * times
+            wrong = [i for i, (ours, theirs) in enumerate(zip(found, expected, strict=True)) if ours != theirs]
             if wrong:
-                return f"{what}: tokens of {len(wrong)} of {len(self.expected)} rows differ from transformers'"
+                return f"{what}: tokens of {len(wrong)} of {len(expected)} rows differ from transformers'"
         return ""
 
 
@@ -69,7 +79,9 @@ def run_checkpoint(folder: Path, expected: list[list[int]], name: str = "checkpo
         prepare(source, folder / "store", "none", "fp32", Budgets().on_cpu())
         streamed = _run(source, make_plan(source.shape, settings, MemoryBudget(smallest), job), folder / "store")
         packed = _run(source, make_plan(source.shape, settings, MemoryBudget(2 * whole), job), None)
-    return FamilyRun(expected, streamed[0], packed[0], streamed[1], streamed[2], packed[2])
+        few = make_plan(source.shape, replace(settings, max_sequences=AT_ONCE), MemoryBudget(2 * whole), job)
+        three = _run(source, few, None, 2)
+    return FamilyRun(expected, streamed[0], packed[0], three[0], streamed[1], streamed[2], packed[2], three[3])
 
 
 def stock_tokens(folder: Path) -> list[list[int]]:
@@ -93,17 +105,18 @@ def _generate(model: Any, ids: list[int]) -> list[int]:
     return list(out[0, len(ids) :].tolist())
 
 
-def _run(source: Any, plan: Plan, store: Path | None) -> tuple[list[list[int]], int, int]:
+def _run(source: Any, plan: Plan, store: Path | None, times: int = 1) -> tuple[list[list[int]], int, int, int]:
+    """Tokens of every prompt, so many times; bytes from the disk, passes, and the most sequences in one of them."""
     loaded = load_engine(source, plan, store)
-    sequences = [Sequence(ids, SequenceSampling(NEW_TOKENS), frozenset({2})) for ids in prompts()]
+    sequences = [Sequence(ids, SequenceSampling(NEW_TOKENS), frozenset({2})) for ids in prompts() * times]
     try:
         for sequence in sequences:
             loaded.engine.add(sequence)
-        passes = 0
+        passes = most = 0
         while loaded.engine.busy:
             loaded.engine.step()
-            passes += 1
+            passes, most = passes + 1, max(most, len(loaded.engine.scheduler.running))
         nbytes = loaded.streamed.nbytes_from_disk
     finally:
         loaded.close()
-    return [sequence.output_ids for sequence in sequences], nbytes, passes
+    return [sequence.output_ids for sequence in sequences], nbytes, passes, most
