@@ -140,8 +140,8 @@ class Plan:
       else could use. `free_nbytes` of the host's budget are of no use to this job.
     - `grouped_products` says whether kernels of the device compute experts that arrive together in two launches, and
       `stores_by_kernel` whether one of them writes keys and values into the cache.
-    - With 2**i sequences or more, a pass of up to `free_tokens[i]` generated and drafted tokens takes as long as one of a
-      token each, so that tokens are drafted; `undrafted` says why none are.
+    - With 2**i sequences or more, a pass of up to `free_tokens[i]` generated and drafted tokens takes as long as one of
+      a token each, so that tokens are drafted; `undrafted` says why none are.
     - `lacks` says why torch computes what a family of the device's kernels (`attention`, `cache`, `experts`) should;
       `notes` what else a person should know.
     """
