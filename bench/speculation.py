@@ -36,11 +36,12 @@ def paragraphs(count: int) -> list[str]:
     return [" ".join(each.split()) for each in found if 300 <= len(each) <= 900][:count]
 
 
-def write_rows(path: Path, task: str, count: int, max_tokens: int) -> None:
+def write_rows(path: Path, task: str, options: argparse.Namespace) -> None:
     with path.open("w") as file:
-        for text in paragraphs(count):
-            message = {"role": "user", "content": QUESTIONS[task].format(text)}
-            print(json.dumps({"messages": [message], "max_tokens": max_tokens}), file=file)
+        for text in paragraphs(options.rows):
+            prompt = QUESTIONS[task].format(text)
+            asked = {"prompt": prompt} if options.complete else {"messages": [{"role": "user", "content": prompt}]}
+            print(json.dumps(asked | {"max_tokens": options.max_tokens}), file=file)
 
 
 def slow_disk(megabytes: int, state: Path) -> None:
@@ -100,7 +101,7 @@ def compare(options: argparse.Namespace) -> None:
     print("| rows | speculate | passes | tok/s | seconds | waited | user s | tokens each | accepted | same answers |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     for task in options.tasks:
-        write_rows(options.folder / f"{task}.jsonl", task, options.rows, options.max_tokens)
+        write_rows(options.folder / f"{task}.jsonl", task, options)
         for turn in range(options.rounds):
             both = {mode: job(options, task, turn, mode) for mode in ("off", "auto")}
             same = sum(ours == theirs for ours, theirs in zip(both["off"]["text"], both["auto"]["text"], strict=True))
@@ -128,6 +129,7 @@ def main() -> None:
     parser.add_argument("--disk", type=int, default=0, metavar="MB/s")
     parser.add_argument("--rows", type=int, default=500)
     parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--complete", action="store_true", help="prompts, for a model without a chat template")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--tasks", nargs="+", default=list(QUESTIONS), choices=list(QUESTIONS))
     parser.add_argument("--folder", type=Path, default=None)
