@@ -204,6 +204,10 @@ def _head(found: Mapping[str, Any]) -> Iterator[str]:
         f"{_held(found)}"
     )
     yield f"to compute: {Kernels(**found['kernels'])}"
+    if plan["free_tokens"]:
+        yield f"drafts tokens that repeat a text: passes of up to {plan['free_tokens'][-1]:,} tokens take as long"
+    elif plan["placement"]["expert_ring"] or plan["placement"]["dense_ring"]:
+        yield f"drafts no tokens: {plan['undrafted']}"
     yield from kernel_lines(plan["lacks"], plan["notes"])
     if left_out := found["left_out"]:
         yield (

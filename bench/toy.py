@@ -77,6 +77,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "--only sequences experts --largest 64 --record {out}/scale.json --page {out}/s.html",
         "--draw --record {out}/scale.json",
     ),
+    "speculation": ("--model {model} --ram {ram} --quant auto --rows 2 --max-tokens 4 --tasks story --complete",),
     "structured": ("--rows 4 --repeats 1 --max-sequences 4",),
 }  # fmt: skip
 

@@ -41,7 +41,7 @@ from .progress import (
 
 if TYPE_CHECKING:
     from ...runtime.jobs.job import Executor, Measured, Planned, Running
-    from ...runtime.jobs.summary import Percentiles, Rows, RunSummary
+    from ...runtime.jobs.summary import Percentiles, Rows, RunSummary, Speculation
     from ...runtime.plan.fallback import FallbackPolicy
     from ...runtime.plan.placement import Plan
     from ...runtime.plan.planner import PlanResult
@@ -103,6 +103,7 @@ def _details(summary: RunSummary) -> list[tuple[str, str]]:
         ("first token", _percentiles(latency.ttft_s)),
         ("per token", _percentiles(latency.tpot_s)),
         ("passes", f"{summary.passes.count:,}, {summary.passes.sequences_mean or 0:,.1f} sequences on average"),
+        *_speculation(summary.speculation),
         *_link(summary),
         ("disk", f"{gib(summary.bytes.disk_to_host or 0)} read while generating"),
         ("KV cache", f"{kv.format}, {kv.blocks or 0:,} blocks of {kv.block} tokens, {kv.waste or 0:.1%} wasted"),
@@ -112,6 +113,15 @@ def _details(summary: RunSummary) -> list[tuple[str, str]]:
         *(("note", line) for line in summary.plan.get("notes", ())),
         *(("kernels", line) for line in kernel_lines(summary.plan.get("lacks", {}), ())),
     ]
+
+
+def _speculation(found: Speculation) -> list[tuple[str, str]]:
+    """`1.8 tokens a sequence and pass, 61% of 12,345 drafted accepted`."""
+    if not found.drafted_tokens:
+        return []
+    accepted = (found.accepted_tokens or 0) / found.drafted_tokens
+    each = f"{found.tokens_per_sequence_and_pass:.1f} tokens a sequence and pass"
+    return [("speculation", f"{each}, {accepted:.0%} of {found.drafted_tokens:,} drafted accepted")]
 
 
 def prefix_cache(summary: RunSummary) -> str:

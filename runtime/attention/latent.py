@@ -174,12 +174,14 @@ class LatentAttention:
             elif is_causal_prefill(call, chunk):
                 fresh = pool.as_stored(layer_index.index, k[rows], v[rows])
                 self._expanded(call, layer_index, chunk, q[rows], fresh, out[rows])
+            elif decodes(call, chunk):
+                continue
             elif chunk.count > 1:
                 blocks, end = chunk.sequence.table.blocks[layer_index.group], chunk.past + chunk.count
                 low = call.first_visible(chunk.past)
                 past = self._reader.read(layer_index, blocks, low, end, end)
                 self._expanded(call, layer_index, chunk, q[rows], (past[0][0, :, None], past[1][0, :, None]), out[rows])
-            elif not decodes(call, chunk):
+            else:
                 self._chosen_row(call, layer_index, chunk, q[rows], slots.tables[chunk], out[rows])
         if self._native is not None:
             self._decode_natively(call, layer_index, q, batch, out)
@@ -266,7 +268,7 @@ class LatentAttention:
     def _decode(
         self, call: AttentionCall, layer_index: LayerIndex, q: torch.Tensor, run: DecodeRun, out: torch.Tensor
     ) -> None:
-        """Fills the rows of `out` of chunks of one token."""
+        """Fills the rows of `out` that a run has."""
         self.num_absorbed += len(run.rows)
         weights, pool = _weights(call), self.cache.pools[layer_index.group]
         latents, rotated = self._reader.gather(layer_index, run)
@@ -284,13 +286,13 @@ class LatentAttention:
         plan = self._native.plan(call, batch, layer_index.group, "gathered")
         if plan is None:
             return
-        self.num_absorbed += len(plan.begins)
+        self.num_absorbed += len(plan.rows)
         weights, pool = _weights(call), self.cache.pools[layer_index.group]
         latents, rotated = stored(pool, layer_index.index)
-        query = RowQuery(call, _absorbed(weights, pool, q[plan.begins]))
+        query = RowQuery(call, _absorbed(weights, pool, q[plan.rows]))
         sums = torch.empty(*query.q.shape[:2], latents.width)
         self._native.attend(query, [latents, rotated], latents, plan, sums)
-        out[plan.begins] = weights.values_of(pool.restored(layer_index.index, sums).to(q.dtype))
+        out[plan.rows] = weights.values_of(pool.restored(layer_index.index, sums).to(q.dtype))
 
 
 def _weights(call: AttentionCall) -> LatentWeights:

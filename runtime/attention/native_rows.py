@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from ctypes import addressof
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -64,8 +65,8 @@ class Wave:
 class RowPlan:
     """The rows of a pass that the kernels compute in one layer group.
 
-    `tables` [chunks, blocks] are padded with zeros, `runs` as in `Wave`. `numel` elements of keys are read. `begins`
-    [chunks] are the first rows of the chunks in the pass.
+    `tables` [chunks, blocks] are padded with zeros, `runs` as in `Wave`. `numel` elements of keys are read. `rows`
+    are those of the chunks in the pass.
     """
 
     call: AttentionCall
@@ -74,7 +75,7 @@ class RowPlan:
     kv_heads: int
     dim: int
     numel: int
-    begins: torch.Tensor
+    rows: torch.Tensor
 
     def waves(self, group: int, workers: int) -> Iterator[Wave]:
         """Pasts are split where there are too few rows for all threads; `group` query heads have one KV head."""
@@ -127,7 +128,7 @@ class RowAttention:
     def plan(self, call: AttentionCall, batch: Batch, group: int, rows: str = "decode") -> RowPlan | None:
         """What the kernels compute of a pass; None where that is nothing.
 
-        `rows` are those that "decode", which are chunks of one token; "gathered" are the same, in a tensor of their
+        `rows` are those that "decode", generated tokens and drafted ones; "gathered" are the same, in a tensor of their
         own; or "all".
         """
         if self._batch is not batch:
@@ -157,13 +158,14 @@ class RowAttention:
         padded = np.zeros((len(tables), max(map(len, tables))), np.int32)
         for row, table in zip(padded, tables, strict=True):
             row[: len(table)] = table
-        begins = [chunk.begin for chunk in chunks]
-        first = range(len(chunks)) if gathered else begins
+        rows = [row for chunk in chunks for row in range(chunk.begin, chunk.end)]
+        gathered_at = accumulate((chunk.count for chunk in chunks), initial=0)
+        first = list(gathered_at) if gathered else [chunk.begin for chunk in chunks]
         runs = [run for index, chunk in enumerate(chunks) for run in _runs(index, first[index], chunk)]
         visible = sum(chunk.past + chunk.count - call.first_visible(chunk.past) for chunk in chunks)
         numel = visible * spec.group.kv_heads * spec.group.head_dim
         sizes = (spec.group.kv_heads, spec.group.head_dim, numel)
-        return RowPlan(call, padded, np.array(runs, np.int32), *sizes, torch.tensor(begins))
+        return RowPlan(call, padded, np.array(runs, np.int32), *sizes, torch.tensor(rows))
 
     def _reserve(self, arguments: NativeAttention, threads: int) -> torch.Tensor:
         nbytes = _aligned(attention_scratch_nbytes(arguments)) * threads + 64

@@ -158,8 +158,9 @@ def is_causal_prefill(call: AttentionCall, chunk: TokenChunk) -> bool:
 
 
 def decodes(call: AttentionCall, chunk: TokenChunk) -> bool:
-    """Whether a chunk is one token that attends to all tokens that it can reach."""
-    return chunk.count == 1 and not call.leaves_out(chunk.past + 1)
+    """Whether a chunk is a generated token, with drafted ones behind it, that attend to all tokens that they can
+    reach."""
+    return chunk.decodes and not call.leaves_out(chunk.past + chunk.count)
 
 
 def check_reach(call: AttentionCall, group: KVGroup) -> None:

@@ -156,9 +156,9 @@ class KeyMeans:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeRun:
-    """Chunks of one token, `rows` int64 [S] of the pass, whose keys are gathered together: L positions for each.
+    """Generated and drafted tokens, `rows` int64 [S] of the pass, whose keys are gathered together: L positions each.
 
-    `block_ids` [S * m] are those of all chunks, one after the other. `mask` [S, L] is -inf where a token does not
+    `block_ids` [S * m] are those of all of them, one after the other. `mask` [S, L] is -inf where a token does not
     attend to a position, else 0; `blank` are the numbers of the former in [S * L], whose bytes may be NaN.
     """
 
@@ -166,6 +166,13 @@ class DecodeRun:
     block_ids: torch.Tensor
     mask: torch.Tensor
     blank: torch.Tensor
+
+
+class _Row(NamedTuple):
+    """The token of a chunk at the position `past`."""
+
+    chunk: TokenChunk
+    past: int
 
 
 class DecodeRuns:
@@ -181,35 +188,36 @@ class DecodeRuns:
         """The runs of chunks that decode."""
         if group not in self._runs or self._runs[group][0] is not slots:
             chunks = [chunk for chunk in slots.tables if decodes(call, chunk)]
-            self._runs[group] = slots, [self._run(call, group, some) for some in self._split(call, group, chunks)]
+            rows = [_Row(chunk, chunk.past + index) for chunk in chunks for index in range(chunk.count)]
+            self._runs[group] = slots, [self._run(call, group, some) for some in self._split(call, group, rows)]
         return self._runs[group][1]
 
-    def _split(self, call: AttentionCall, group: int, chunks: list[TokenChunk]) -> Iterator[list[TokenChunk]]:
-        """Runs of chunks, longest pasts first, of at most GATHERED_NUMEL elements of keys, or of one chunk."""
+    def _split(self, call: AttentionCall, group: int, rows: list[_Row]) -> Iterator[list[_Row]]:
+        """Runs of rows, longest pasts first, of at most GATHERED_NUMEL elements of keys, or of one row."""
         spec = self._cache.pools[group].spec
-        chunks = sorted(chunks, key=lambda chunk: call.first_visible(chunk.past) - chunk.past)
-        while chunks:
-            tokens = len(self._blocks(call, group, chunks[0])) * spec.block
+        rows = sorted(rows, key=lambda row: call.first_visible(row.past) - row.past)
+        while rows:
+            tokens = len(self._blocks(call, group, rows[0])) * spec.block
             count = max(1, GATHERED_NUMEL // (tokens * spec.group.kv_heads * spec.group.head_dim))
-            yield chunks[:count]
-            chunks = chunks[count:]
+            yield rows[:count]
+            rows = rows[count:]
 
-    def _blocks(self, call: AttentionCall, group: int, chunk: TokenChunk) -> list[int]:
+    def _blocks(self, call: AttentionCall, group: int, row: _Row) -> list[int]:
         block = self._cache.block
-        table = chunk.sequence.table.blocks[group]
-        return table[call.first_visible(chunk.past) // block : chunk.past // block + 1]
+        table = row.chunk.sequence.table.blocks[group]
+        return table[call.first_visible(row.past) // block : row.past // block + 1]
 
-    def _run(self, call: AttentionCall, group: int, chunks: list[TokenChunk]) -> DecodeRun:
-        block, tables = self._cache.block, [self._blocks(call, group, chunk) for chunk in chunks]
+    def _run(self, call: AttentionCall, group: int, each: list[_Row]) -> DecodeRun:
+        block, tables = self._cache.block, [self._blocks(call, group, row) for row in each]
         most = max(map(len, tables))
         # Whatever block fills up a table is hidden.
         padded = torch.tensor([table + [NO_BLOCK] * (most - len(table)) for table in tables]).clamp_(min=0)
-        pasts = torch.tensor([chunk.past for chunk in chunks]).unsqueeze(1)
-        firsts = torch.tensor([call.first_visible(chunk.past) for chunk in chunks]).unsqueeze(1)
+        pasts = torch.tensor([row.past for row in each]).unsqueeze(1)
+        firsts = torch.tensor([call.first_visible(row.past) for row in each]).unsqueeze(1)
         positions = firsts // block * block + torch.arange(most * block)
         hidden = (positions < firsts) | (positions > pasts)
         mask = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, float("-inf"))
-        rows = torch.tensor([chunk.begin for chunk in chunks])
+        rows = torch.tensor([row.chunk.begin + row.past - row.chunk.past for row in each])
         numbers = (rows, padded.flatten(), mask, hidden.flatten().nonzero().flatten())
         return DecodeRun(*(each.to(self._device) for each in numbers))
 

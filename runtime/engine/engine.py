@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol, Self
 
@@ -102,8 +103,8 @@ class Metrics:
     """Counters of a run, which steer nothing. Sums over passes; `kv` adds up what bytes of the cache were used for.
 
     `prompt_tokens` were computed, not found in the cache; `resumed_tokens` of prompts and of what was generated were
-    computed once more for rows that an earlier run began. `finished_tokens` is what finished sequences generated,
-    `finished_limit` what they might have.
+    computed once more for rows that an earlier run began. `accepted_tokens` of the drafted ones were generated.
+    `finished_tokens` is what finished sequences generated, `finished_limit` what they might have.
     """
 
     passes: int = 0
@@ -112,6 +113,8 @@ class Metrics:
     prompt_tokens: int = 0
     resumed_tokens: int = 0
     generated_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     finished_tokens: int = 0
     finished_limit: int = 0
     kv: Usage = field(default_factory=Usage)
@@ -145,6 +148,7 @@ class Metrics:
         self.pass_tokens += batch.num_tokens
         self.pass_sequences += len(batch.chunks)
         self.generated_tokens += len(batch.sampling)
+        self.drafted_tokens += len(batch.drafted)
         for chunk in batch.chunks:
             replayed = chunk.sequence.num_replayed
             known = max(0, min(len(chunk.sequence.prompt_ids) + replayed - chunk.past, chunk.count))
@@ -253,7 +257,9 @@ def _joined(parts: list[tuple[Batch, Sampled]]) -> Sampled:
         logprobs |= {before + row: logprob for row, logprob in sampled.logprobs.items()}
         before += len(part.sampling)
     scores = tuple(chain.from_iterable(sampled.scores for _, sampled in parts))
-    return Sampled(np.concatenate([sampled.token_ids for _, sampled in parts]), logprobs, scores)
+    behind = [sampled.behind for _, sampled in parts if sampled.behind is not None]
+    token_ids = np.concatenate([sampled.token_ids for _, sampled in parts])
+    return Sampled(token_ids, logprobs, scores, torch.cat(behind) if behind else None)
 
 
 class Model(Protocol):
@@ -302,7 +308,7 @@ class Engine:
             return []
         tables = [sequence.table for sequence in self.scheduler.running]
         self.metrics.count_pass(batch, self.scheduler.cache.usage(tables))
-        finished = self.scheduler.commit(batch, samples)
+        finished = self.scheduler.commit(batch, samples, partial(self._draw_behind, samples))
         for sequence in finished:
             self.metrics.count_finished(sequence)
         self.in_pass = False
@@ -311,10 +317,23 @@ class Engine:
     def _compute(self, batch: Batch) -> Sampled:
         masks = self._masks.begin(batch.sampling)
         logits = self.model.forward(batch)
-        drawn, scored = logits[: len(batch.sampling)], logits[len(batch.sampling) :]
+        sizes = [len(batch.sampling), len(batch.scoring), len(batch.drafted)]
+        drawn, scored, behind = torch.split(logits, sizes)
         draws = [_draw(sequence) for sequence in batch.sampling]
         sampled = self.sampler.sample(drawn, draws, None if masks is None else masks.result())
-        return replace(sampled, scores=self._score(scored, batch)) if batch.scoring else sampled
+        if batch.scoring or batch.drafted:
+            sampled = replace(sampled, scores=self._score(scored, batch), behind=behind)
+        return sampled
+
+    def _draw_behind(self, samples: Sampled, sequences: list[Sequence], rows: list[int]) -> Sampled:
+        """A token of each sequence from a row behind drafted tokens that it has accepted meanwhile."""
+        assert samples.behind is not None
+        masks = self._masks.begin(sequences)
+        self.metrics.generated_tokens += len(sequences)
+        self.metrics.accepted_tokens += len(sequences)
+        logits = samples.behind[torch.tensor(rows, device=samples.behind.device)]
+        draws = [_draw(sequence) for sequence in sequences]
+        return self.sampler.sample(logits, draws, None if masks is None else masks.result())
 
     def _score(self, logits: torch.Tensor, batch: Batch) -> tuple[TokenLogprob | None, ...]:
         token_ids = [sequence.prompt_ids[position] for sequence, position in batch.scoring]

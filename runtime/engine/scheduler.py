@@ -11,19 +11,28 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from ..kv.cache import KVCache
 from ..sampling.draw import NO_TOKEN, Sampled
 from .sequence import Batch, Sequence, SequenceStatus, cut_count, pack
 
+# Sequences and, of the logits behind drafted tokens, the row of each, to a token of each.
+DrawBehind: TypeAlias = Callable[[list[Sequence], list[int]], Sampled]
+
 
 @dataclass(frozen=True, slots=True)
 class PassLimits:
-    """Most tokens and sequences of a pass; a prompt is cut at multiples of `cut` only."""
+    """Most tokens and sequences of a pass; a prompt is cut at multiples of `cut` only.
+
+    Where 2**i sequences run or more, a pass of up to `free_tokens[i]` generated and drafted tokens costs what it costs
+    for theirs alone, so that tokens are drafted; beside prompts, too. Nothing is where there are none.
+    """
 
     tokens_per_pass: int
     max_sequences: int
     cut: int = 1
+    free_tokens: tuple[int, ...] = ()
 
     @property
     def live(self) -> int:
@@ -92,28 +101,68 @@ class Scheduler:
         if self.counts.preemptions == preemptions:
             self._admit(draft)
         self._limit_forks(draft)
+        if self.limits.free_tokens:
+            self._speculate(draft)
         return pack(list(draft.chosen.items()))
 
-    def commit(self, batch: Batch, samples: Sampled) -> list[Sequence]:
-        """Books the pass: tokens stored, tokens sampled; returns the sequences that it finished."""
+    def commit(self, batch: Batch, samples: Sampled, draw: DrawBehind | None = None) -> list[Sequence]:
+        """Books the pass: tokens stored, tokens sampled; returns the sequences that it finished.
+
+        `draw` samples a token for each of some sequences from rows behind drafted tokens, as a pass would have.
+        """
         for chunk in batch.chunks:
-            self.cache.store(chunk.sequence.table, chunk.count)
+            self.cache.store(chunk.sequence.table, chunk.count - chunk.drafted)
         for chunk in batch.chunks:
             if chunk.forks:
                 self._fork(chunk.sequence)
         for (sequence, position), score in zip(batch.scoring, samples.scores, strict=True):
             if sequence.prompt_logprobs is not None:
                 sequence.prompt_logprobs.add(position, score)
-        for index, (sequence, token_id) in enumerate(zip(batch.sampling, samples.token_ids.tolist(), strict=True)):
-            if token_id == NO_TOKEN or sequence.broken:
-                sequence.fail()
-            else:
-                sequence.append(token_id, samples.logprobs.get(index))
+        _append(batch.sampling, samples)
+        if batch.drafted and draw is not None:
+            self._verify(batch, draw)
         finished = [sequence for sequence in self.running if sequence.finished]
         for sequence in finished:
             self.cache.release(sequence.table)
         self.running = [sequence for sequence in self.running if not sequence.finished]
         return finished
+
+    def _speculate(self, draft: Draft) -> None:
+        """Lets sequences whose last token is in the pass draft more, as many as cost nothing, the most accepted first.
+
+        Takes free blocks only, and only for this pass.
+        """
+        free, chosen = self.limits.free_tokens, draft.chosen
+        least = free[min(len(free), len(chosen).bit_length()) - 1]
+        rows = sum(
+            each.num_slots + len(each.unscored(at := each.table.num_tokens, at + chosen[each])) for each in chosen
+        )
+        left = min(draft.tokens_left, least - rows)
+        found = [each for each, count in chosen.items() if count == each.num_pending and not each.forks]
+        for sequence in sorted(found, key=lambda each: each.lookup.depth, reverse=True):
+            lookup, stored = sequence.lookup, sequence.table.num_tokens + chosen[sequence]
+            room = sequence.table.num_tokens + self.cache.headroom(sequence.table) - stored
+            most = min(left, lookup.depth, room, sequence.max_tokens - sequence.num_tokens - 1)
+            if most > 0 and not lookup.skips():
+                lookup.extend(sequence.tokens(len(lookup), sequence.num_tokens))
+                sequence.drafted = lookup.draft(most)
+                self.cache.grow(sequence.table, stored + len(sequence.drafted))
+                chosen[sequence] += len(sequence.drafted)
+                left -= len(sequence.drafted)
+
+    def _verify(self, batch: Batch, draw: DrawBehind) -> None:
+        """Goes on with the sequences whose drafted token is the one that was drawn, until none is left."""
+        going = {sequence: row for row, sequence in reversed([*enumerate(batch.drafted)])}
+        accepted = dict.fromkeys(going, 0)
+        while going := {each: row for each, row in going.items() if _follows(each, accepted[each])}:
+            for sequence in going:
+                self.cache.store(sequence.table, 1)
+                accepted[sequence] += 1
+            _append(list(going), draw(list(going), [row + accepted[each] - 1 for each, row in going.items()]))
+        for sequence, count in accepted.items():
+            sequence.lookup.judge(len(sequence.drafted), count)
+            sequence.drafted = []
+            self.cache.shrink(sequence.table)
 
     def abort(self, dropped: Callable[[Sequence], bool] = lambda sequence: True) -> None:
         """Drops sequences, between two passes; their blocks are free again."""
@@ -258,6 +307,20 @@ class Scheduler:
             self.counts.prefix_hit_tokens += len(fork.prompt_ids)
         self._run(sequence.forks)
         sequence.forks = []
+
+
+def _append(sequences: Iterable[Sequence], samples: Sampled) -> None:
+    for index, (sequence, token_id) in enumerate(zip(sequences, samples.token_ids.tolist(), strict=True)):
+        if token_id == NO_TOKEN or sequence.broken:
+            sequence.fail()
+        else:
+            sequence.append(token_id, samples.logprobs.get(index))
+
+
+def _follows(sequence: Sequence, accepted: int) -> bool:
+    """Whether the last token of a sequence is the drafted one behind those that were `accepted`."""
+    drafted = sequence.drafted
+    return not sequence.finished and accepted < len(drafted) and sequence.output_ids[-1] == drafted[accepted]
 
 
 class Draft:

@@ -19,6 +19,7 @@ from ...offload.budget import GIB
 from ...offload.closing import Closing
 from ...offload.device import Device
 from ...offload.memory import Heap, reset_host_peak
+from ..engine.lookup import MOST_DRAFTED
 from ..engine.sequence import Sequence
 from ..loading.engine_loader import LoadedEngine, LoadedModel, load_engine, load_with_fallback
 from ..loading.machine_memory import limit_pins, open_memory
@@ -77,10 +78,13 @@ def load_model(
 
 # Random tokens that are generated at a time.
 _DRAWN = 4096
+# Tokens of a prompt in which the last ones occurred before.
+_REPEATED = 4
 
 
 def rehearse(loaded: LoadedEngine, plan: Plan, workload: Workload, tokens: Iterator[int]) -> None:
-    """Runs one pass with as many prompt tokens and sampled rows as the plan allows; the engine is as new afterwards.
+    """Runs one pass with as many prompt tokens and sampled rows as the plan allows, and one with as many drafted ones;
+    the engine is as new afterwards.
 
     Where Triton kernels compute attention, the longest prompt of one pass follows, and a pass that decodes over it and
     so splits its keys. `tokens` come from `prompt_tokens`. Raises SettingError if values overflow in fp16. Check the
@@ -96,6 +100,8 @@ def rehearse(loaded: LoadedEngine, plan: Plan, workload: Workload, tokens: Itera
     # Else sequences with the same beginning would share blocks, and the pass would not be the largest.
     cache.sharing = False
     failed = _run_alone(loaded, live, length, 1, tokens)
+    if plan.free_tokens:
+        _run_drafted(loaded, live, min(workload.longest, plan.kv_tokens), next(tokens))
     longest = min(plan.tokens_per_pass, workload.longest - 2, plan.kv_tokens - 2)
     if plan.attention == "triton" and longest > 0:
         failed += _run_alone(loaded, 1, longest, 2, tokens)
@@ -136,6 +142,18 @@ def _run_alone(loaded: LoadedEngine, live: int, length: int, generated: int, tok
         params = SequenceSampling(generated, temperature=1.0, ignore_eos=True)
         loaded.engine.add(Sequence(list(islice(tokens, length)), params))
     return sum(sequence.finish_reason == "error" for sequence in loaded.engine.run())
+
+
+def _run_drafted(loaded: LoadedEngine, live: int, longest: int, token: int) -> None:
+    """Runs one pass of `live` sequences with all rows of logits that drafted tokens may have."""
+    engine = loaded.engine
+    # One token over and over, which is expected to go on so.
+    prompt = [token] * min(_REPEATED, longest - 1)
+    for _ in range(live):
+        params = SequenceSampling(min(MOST_DRAFTED + 1, longest - len(prompt)), temperature=1.0, ignore_eos=True)
+        engine.add(Sequence(list(prompt), params))
+    engine.step()
+    engine.abort(lambda sequence: True)
 
 
 # What the process may grow by beside passes, as a share of the budget and at least: rows, answers, tables, the heap.

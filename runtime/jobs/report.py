@@ -30,6 +30,7 @@ from .summary import (
     Rows,
     RunSummary,
     Seconds,
+    Speculation,
     Stalls,
     Throughput,
     TierMemory,
@@ -112,6 +113,7 @@ def summarise(model: LoadedModel, planned: PlanResult, counts: Counts, seconds: 
         predicted=_predicted(planned),
         latency=_latency(metrics),
         passes=_passes(metrics),
+        speculation=_speculation(metrics),
         bytes=moved(loaded),
         stalls=stalls(loaded),
         utilisation=_utilisation(planned, streamed.nbytes_from_disk, streamed.nbytes_to_device, seconds.generate),
@@ -165,6 +167,11 @@ def _passes(metrics: Metrics) -> Passes:
     return Passes(metrics.passes, metrics.pass_tokens / metrics.passes, metrics.pass_sequences / metrics.passes)
 
 
+def _speculation(metrics: Metrics) -> Speculation:
+    drafted, accepted, sampled = metrics.drafted_tokens, metrics.accepted_tokens, metrics.generated_tokens
+    return Speculation(drafted, accepted, sampled / (sampled - accepted) if sampled else None)
+
+
 def _memory(ledger: MemoryLedger) -> Memory:
     memory = {name: TierMemory(tier.budget, tier.peak) for name, tier in ledger.tiers.items()}
     return Memory(memory.get("device"), memory["host"])
@@ -211,6 +218,7 @@ def merge_summaries(summaries: Sequence[RunSummary], metrics: Metrics, counts: C
         seconds=seconds,
         throughput=_throughput(metrics, seconds.generate),
         latency=_latency(metrics),
+        speculation=_speculation(metrics),
         utilisation=Utilisation(),
         weights=summaries[-1].weights,
     )

@@ -111,6 +111,16 @@ class Passes:
 
 
 @dataclass(slots=True)
+class Speculation:
+    """Tokens that passes drafted, and those of them that were the next ones. `tokens_per_sequence_and_pass` is 1 where
+    none were."""
+
+    drafted_tokens: Count | None = None
+    accepted_tokens: Count | None = None
+    tokens_per_sequence_and_pass: Amount | None = None
+
+
+@dataclass(slots=True)
 class Moved:
     """Bytes that crossed each link while generating; per token that was generated, prompts' share included.
 
@@ -248,6 +258,7 @@ class RunSummary:
     predicted: Predicted = field(default_factory=Predicted)
     latency: Latency = field(default_factory=Latency)
     passes: Passes = field(default_factory=Passes)
+    speculation: Speculation = field(default_factory=Speculation)
     bytes: Moved = field(default_factory=Moved)
     stalls: Stalls = field(default_factory=Stalls)
     utilisation: Utilisation = field(default_factory=Utilisation)

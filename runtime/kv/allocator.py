@@ -182,6 +182,12 @@ class GroupCache:
         self.allocator.release(blocks[index:last])
         blocks[index:last] = [NO_BLOCK] * (last - index)
 
+    def shrink(self, blocks: list[int], num_tokens: int) -> None:
+        """Gives back the blocks behind those of `num_tokens`."""
+        count = self.spec.blocks_for(num_tokens)
+        self.release(blocks[count:])
+        del blocks[count:]
+
     def release(self, blocks: list[int]) -> None:
         """Gives back blocks, the last first: cached beginnings, which other sequences may share, are evicted last."""
         self.allocator.release(block_id for block_id in reversed(blocks) if block_id != NO_BLOCK)

@@ -346,6 +346,12 @@ class KVCache:
         for group, blocks in zip(self.groups, table.blocks, strict=True):
             group.trim(blocks, table.num_tokens)
 
+    def shrink(self, table: BlockTable) -> None:
+        """Gives back what the table grew by for tokens that did not come to be stored."""
+        table.num_grown = table.num_tokens
+        for group, blocks in zip(self.groups, table.blocks, strict=True):
+            group.shrink(blocks, table.num_tokens)
+
     def fork(self, table: BlockTable) -> BlockTable:
         """A second table of the same blocks; a shared block is copied before it is written to, a state at once."""
         for group, blocks in zip(self.groups, table.blocks, strict=True):

@@ -57,7 +57,7 @@ from ..model.weights_seam import (
     move_resident,
     norm_in_pieces,
 )
-from ..plan.candidate import SAMPLER_NBYTES
+from ..plan.candidate import CPU_SAMPLER_NBYTES, SAMPLER_NBYTES
 from ..plan.fallback import FallbackPolicy
 from ..plan.kernels import FUSED_DECODER, FUSED_LAYERS, GRAPHS, SEAMS, Kernels, product_kernels
 from ..plan.memory_ledger import FUSED, KV_CACHE, PARKED, RINGS, STAGED, STATES, WEIGHTS, WORKSPACE, MemoryLedger
@@ -315,11 +315,13 @@ class Loading:
             if self.plan.graphs_nbytes:
                 packed.seams.graphs = LayerGraphs(packed.layers, self.torch_device)
             fused = self._fuse(packed, layers, cache)
-            limits = PassLimits(self.plan.tokens_per_pass, self.plan.max_sequences, self.plan.prompt_cut)
             free = (lambda: None) if device is None else device.give_back
             # On a device few large tiles: each starts as many kernels. The plan has the bytes in any case.
-            sampler = Sampler() if device is None else Sampler(SAMPLER_NBYTES, self._draw_rows())
-            engine = Engine(packed, Scheduler(limits, cache), sampler, free)
+            if device is None:
+                sampler = Sampler(CPU_SAMPLER_NBYTES)
+            else:
+                sampler = Sampler(SAMPLER_NBYTES, self._draw_rows())
+            engine = Engine(packed, Scheduler(_limits(self.plan), cache), sampler, free)
             opened.pop_all()
         ledger = self._ledger(streamed, cache, parking)
         if self.plan.fused_nbytes:
@@ -457,6 +459,10 @@ def _read_checkpoint(loading: Loading) -> Preparation:
     return preparation
 
 
+def _limits(plan: Plan) -> PassLimits:
+    return PassLimits(plan.tokens_per_pass, plan.max_sequences, plan.prompt_cut, plan.free_tokens)
+
+
 def _keeps_memory(plan: Plan) -> bool:
     """Whether enough bytes are free for the heap to keep the buffers of a pass for the next one."""
     return plan.kept_nbytes > 0 or (plan.staging is not None and plan.free_nbytes >= KEPT_NBYTES)
@@ -493,7 +499,7 @@ def _attempt(load: Callable[[Plan], LoadedEngine], plan: Plan) -> LoadedEngine |
 
 def _apply(plan: Plan, loaded: LoadedEngine) -> None:
     scheduler = loaded.engine.scheduler
-    scheduler.limits = PassLimits(plan.tokens_per_pass, plan.max_sequences, plan.prompt_cut)
+    scheduler.limits = _limits(plan)
     if scheduler.cache.host is not None and not any(plan.parked_blocks):
         scheduler.forget_parked()
         loaded.parking.close()

@@ -110,6 +110,8 @@ _HIDDEN_COPIES = 6
 _FP32_COPIES = 2
 # The sampler works in tiles of at most this size.
 SAMPLER_NBYTES = 64 << 20
+# On a CPU a plane of fp32 then stays below 1 MiB and in the cache: larger ones are mapped anew each time.
+CPU_SAMPLER_NBYTES = 24 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,18 +377,20 @@ class WeightFootprint:
 
 
 class Candidate:
-    """Passes of `tokens_per_pass` tokens and at most `live` sequences, over a cache.
+    """Passes of `tokens_per_pass` tokens and at most `live` sequences, over a cache. `rows` get logits: one for each
+    sequence, or more.
 
     The sizes are those of the tier that computes. `fixed` bytes are needed whatever is held; `scratch` is the part of
     them that a pass computes with: `workspace`, `activations` and `slack`. `states` are those of recurrent layers,
     with the snapshots of prefixes.
     """
 
-    def __init__(self, weights: WeightFootprint, cache: CacheSize, live: int) -> None:
+    def __init__(self, weights: WeightFootprint, cache: CacheSize, live: int, rows: int = 0) -> None:
         self.weights = weights
         self.cache = cache
         self.tokens_per_pass = cache.tokens_per_pass
         self.live = max(1, min(live, self.tokens_per_pass))
+        self.rows = max(self.live, rows)
         self.activations = self._activations()
         self.slack = int(self.activations * (1 + SLACK_SHARE)) - self.activations + SLACK_NBYTES
         self.scratch = weights.workspace + self.activations + self.slack
@@ -396,6 +400,10 @@ class Candidate:
         # Of one prompt, which is encoded in host memory while passes run.
         self.encoder = 0 if weights.on_device else encoder_nbytes(cache.longest)
         self.fixed = self.scratch + weights.process + weights.resident + self.states + self.encoder
+
+    def with_rows(self, rows: int) -> Candidate:
+        """The same where so many rows get logits."""
+        return Candidate(self.weights, self.cache, self.live, rows)
 
     @property
     def smallest(self) -> int:
@@ -413,7 +421,7 @@ class Candidate:
 
     def _activations(self) -> int:
         weights, cache = self.weights, self.cache
-        decoding = decoding_nbytes(weights.widest, weights.dtype, self.live, cache.longest)
+        decoding = decoding_nbytes(weights.widest, weights.dtype, self.rows, cache.longest)
         # Not at the same time: a layer's attention is over when its experts begin, and one backend computes it.
         if weights.gpu is not None and not weights.gpu.lacks.attention:
             attention = attention_nbytes(weights.shape, cache, weights.dtype, self.live, weights.gpu)
@@ -422,4 +430,4 @@ class Candidate:
             decoding = max(decoding, experts_nbytes(weights.shape, weights.dtype, self.tokens_per_pass))
         rows = whole_vectors(self.tokens_per_pass) if weights.pads_passes else self.tokens_per_pass
         scan = scan_nbytes(weights.shape, weights.dtype, rows, self.live)
-        return decoding + scan + pass_nbytes(weights.widest, weights.dtype, rows, self.live, cache.longest)
+        return decoding + scan + pass_nbytes(weights.widest, weights.dtype, rows, self.rows, cache.longest)

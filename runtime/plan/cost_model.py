@@ -6,7 +6,7 @@ A pass costs seconds of every resource; a job is a few kinds of passes. `CostMod
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any, Literal, Self
@@ -520,6 +520,11 @@ class CostModel:
         predicted = _predict(work, plan, workload, self.rates, self.factors)
         loading = self.loading(plan, workload, prepared)
         return replace(predicted, loading_s=loading.seconds, written_nbytes=loading.written_nbytes)
+
+    def decoding_s(self, plan: Plan, workload: Workload) -> Callable[[int], float]:
+        """The seconds of a pass, by its generated tokens."""
+        costs = _PassCosts(self._work(plan.quant, plan.dtype, None), plan, self.rates)
+        return lambda tokens: _pass_seconds(costs.cost(_decoding(workload, tokens)), self.factors)
 
     def loading(self, plan: Plan, workload: Workload, prepared: Prepared = NOTHING_PREPARED) -> LoadingCost:
         """What happens before the first row, with the seconds of each step."""

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 
 from ...quant.formats.format import CODE_BITS, INTEGER_CODES, ROWS, TILES, Layout
 from ...quant.native import library
+from ..attention.choice import NO_INDEX, NO_LATENTS
+from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape
 from ..shape.shards import ModelShards, model_shards
-from .candidate import fuses, may_fuse
+from .candidate import WeightFootprint, fuses, may_fuse
 from .placement import Plan
 
 # transformers' own forward with moedge's parts at the seams; the same with layers that the library of CPU kernels
@@ -70,3 +72,17 @@ def _product(plan: Plan, layout: Layout, is_expert: bool) -> str:
         integers = plan.compute == "int8" and layout.codes in INTEGER_CODES
         return "tiles with int8 rows" if integers else "tiles"
     return "torch"
+
+
+def missing_kernels(weights: WeightFootprint, settings: Settings) -> dict[str, str]:
+    """Why torch replaces kernels of the device, by family; families that the plan does not use are left out."""
+    if weights.gpu is None:
+        return {}
+    unwanted = {"attention", "cache"} if settings.attention == "torch" else set()
+    if weights.shape.num_experts == 0:
+        unwanted.add("experts")
+    lacks = dict(weights.gpu.lacks.reasons)
+    if not all(group.is_plain for group in weights.shape.kv_groups):
+        lack = NO_LATENTS if any(group.is_latent for group in weights.shape.kv_groups) else NO_INDEX
+        lacks |= {"attention": lack, "cache": lack}
+    return {family: reason for family, reason in lacks.items() if family not in unwanted}

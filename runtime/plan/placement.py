@@ -142,6 +142,8 @@ class Plan:
     - `grouped_products` says whether kernels of the device compute experts that arrive together in two launches, and
       `stores_by_kernel` whether one of them writes keys and values into the cache, `draws_by_kernel` whether one draws
       tokens.
+    - With 2**i sequences or more, a pass of up to `free_tokens[i]` generated and drafted tokens takes as long as one of
+      a token each, so that tokens are drafted; `undrafted` says why none are.
     - `lacks` says why torch computes what a family of the device's kernels (`Lacks`) should;
       `notes` what else a person should know.
     """
@@ -181,6 +183,8 @@ class Plan:
     grouped_products: bool = False
     stores_by_kernel: bool = False
     draws_by_kernel: bool = False
+    free_tokens: tuple[int, ...] = ()
+    undrafted: str = ""
     lacks: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     staging: HostStaging | None = None

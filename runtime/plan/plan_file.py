@@ -29,6 +29,7 @@ from .loading_cost import GENERATING, LOADING
 from .memory_ledger import OPTIONS, MemoryLedger
 from .placement import Plan
 from .planner import PlanRequest
+from .speculation import OFF
 
 RUNS_SCHEMA = "moedge.runs/3"
 MOST_KEPT = 200
@@ -167,6 +168,8 @@ def load_plan(path: Path, request: PlanRequest) -> Plan:
             raise SettingError(f"{path} was made for another {what}; make one for this with `moedge plan --save`")
     plan = Plan.from_json(content["plan"])
     _refuse_other_settings(path, plan, request.settings)
+    if request.settings.speculate == "off":
+        plan = replace(plan, free_tokens=(), undrafted=OFF)
     if (plan.budget.device is None) != (request.budget.device is None):
         raise SettingError("the plan computes on another tier than this run would; give its --gpu-mem, or a new plan")
     if request.budget.device is not None:

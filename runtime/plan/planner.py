@@ -16,7 +16,7 @@ from ...offload.machine.profile import Machine
 from ...quant.formats.format import QUANT_FORMATS, get_format
 from ...quant.kernels.gpu import Gpu, dotted, interpreted
 from ...quant.native import library
-from ..attention.choice import NO_INDEX, NO_LATENTS, AttentionNeeds, choose_attention, stores_by_kernel
+from ..attention.choice import AttentionNeeds, choose_attention, stores_by_kernel
 from ..kv.spec import SCAN_CHUNK, KVSpec
 from ..settings.errors import DoesNotFit, SettingError
 from ..settings.settings import MIB, DeviceBudget, MemoryBudget, Settings, encoder_nbytes
@@ -42,9 +42,11 @@ from .candidate import (
     largest,
 )
 from .cost_model import NOTHING_PREPARED, CostModel, Prediction, used_tokens
+from .kernels import missing_kernels
 from .loading_cost import GENERATING, LOADING, Prepared
 from .memory_ledger import MemoryLedger
 from .placement import Plan, Workload, choose_placement, device_ring, stage_for_device
+from .speculation import OFF, free_tokens
 
 # What `auto` takes for the cache where memory is short: no measurable loss, half the bytes (docs/quality.md).
 SMALL_KV = "int8"
@@ -329,12 +331,12 @@ def solve(request: PlanRequest) -> PlanResult:
     if request.budget.device is not None and request.settings.compute == "int8":
         raise SettingError("compute int8 multiplies on the CPU; give --gpu-mem 0 with it")
     search = _Search(SearchSpace(request))
-    best: dict[str, tuple[Plan, Prediction]] = {}
+    best: dict[str, tuple[Plan, Prediction, _Ranked]] = {}
     for quant in search.space.quants:
         ways = [way for compute in search.space.arithmetics(quant) if (way := search.best(quant, compute))]
         found = None
         if ways:
-            fastest = min(prediction.total_s for _, prediction in ways)
+            fastest = min(prediction.total_s for _, prediction, _ in ways)
             found = best[quant] = next(way for way in ways if way[1].total_s <= WORTH_ROUNDING * fastest)
         if quant == search.space.quants[0] and found and search.holds_everything(found[0]):
             # The checkpoint's own precision, and nothing is short of memory.
@@ -342,10 +344,11 @@ def solve(request: PlanRequest) -> PlanResult:
     if not best:
         # What a device does not hold does not fit the host, or a store the disk.
         raise search.refusal
-    seconds = {quant: prediction.total_s for quant, (_, prediction) in best.items()}
+    seconds = {quant: prediction.total_s for quant, (_, prediction, _) in best.items()}
     fastest = min(seconds.values())
     taken = next(quant for quant in best if seconds[quant] <= WORTH * fastest)
-    return PlanResult.of(best[taken][0], seconds, request)
+    plan, _, ranked = best[taken]
+    return PlanResult.of(search.speculating(plan, ranked), seconds, request)
 
 
 def make_plan(shape: ModelShape, settings: Settings, budget: MemoryBudget, workload: Workload) -> Plan:
@@ -391,17 +394,25 @@ class _Search:
         self._prepared = space.request.prepared.for_choice
         self.refusal = DoesNotFit("no plan was found")
 
-    def best(self, quant: str, compute: str) -> tuple[Plan, Prediction] | None:
+    def best(self, quant: str, compute: str) -> tuple[Plan, Prediction, _Ranked] | None:
         """The fastest plan in a weight format and arithmetic; of equally fast ones, that with the smaller passes."""
-        best: tuple[float, int, Plan, Prediction] | None = None
+        best: tuple[float, int, Plan, Prediction, _Ranked] | None = None
         for each in sorted(self._candidates(quant, compute), key=lambda each: (each.least_seconds, each.index)):
             if best and each.least_seconds * (1 - ROUNDING) > best[0]:
                 break
             if plan := self._plan(each):
                 predicted = self._request.costs.predict(plan, self._request.workload, self._prepared)
                 if best is None or (predicted.total_s, each.index) < best[:2]:
-                    best = predicted.total_s, each.index, plan, predicted
+                    best = predicted.total_s, each.index, plan, predicted, each
         return best and best[2:]
+
+    def speculating(self, plan: Plan, ranked: _Ranked) -> Plan:
+        """The plan with the tokens that passes may draft at no cost."""
+        request = self._request
+        if request.settings.speculate == "off":
+            return replace(plan, undrafted=OFF)
+        free, undrafted = free_tokens(plan, ranked.candidate, request.costs.decoding_s(plan, request.workload))
+        return replace(plan, free_tokens=free, undrafted=undrafted)
 
     def holds_everything(self, plan: Plan) -> bool:
         """Whether all weights are in the tier that computes, and every running sequence has its blocks."""
@@ -535,7 +546,7 @@ class _Search:
             stores_by_kernel=stores_by_kernel(settings.attention, attention, needs),
             graphs_nbytes=graphs,
             draws_by_kernel=weights.gpu is not None and not weights.gpu.lacks.sampling,
-            lacks=_lacks(weights, settings),
+            lacks=missing_kernels(weights, settings),
             notes=(
                 *_code_notes(shape),
                 *dtype_notes(settings.dtype, shape.dtype, weights.gpu),
@@ -591,17 +602,3 @@ def _packing_notes(shape: ModelShape, wanted: str, quant: str) -> tuple[str, ...
             why = "no weight format has their codes, and none of those has more bits"
     made = BESIDE_KEPT if kept else quant
     return (f"packed again in {made}: {', '.join(again)}; {why}",)
-
-
-def _lacks(weights: WeightFootprint, settings: Settings) -> dict[str, str]:
-    """Why torch replaces kernels of the device, by family; families that the plan does not use are left out."""
-    if weights.gpu is None:
-        return {}
-    unwanted = {"attention", "cache"} if settings.attention == "torch" else set()
-    if weights.shape.num_experts == 0:
-        unwanted.add("experts")
-    lacks = dict(weights.gpu.lacks.reasons)
-    if not all(group.is_plain for group in weights.shape.kv_groups):
-        lack = NO_LATENTS if any(group.is_latent for group in weights.shape.kv_groups) else NO_INDEX
-        lacks |= {"attention": lack, "cache": lack}
-    return {family: reason for family, reason in lacks.items() if family not in unwanted}

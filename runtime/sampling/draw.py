@@ -1,18 +1,23 @@
-"""The sampler's input and output for one row of a pass, and the row's random number. Knows no tensor.
+"""The sampler's input and output for one row of a pass, and the row's random number. Computes with no tensor.
 
 The random number of a token is a pure function of its seed, sample and position, without state to restore.
 """
+
+from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .params import SequenceSampling, TokenLogprob
+
+if TYPE_CHECKING:
+    import torch
 
 
 class TokenHistory:
@@ -90,12 +95,14 @@ class Draw:
 class Sampled:
     """`token_ids` [B], `NO_TOKEN` where a row's logits were broken; `logprobs` by row, for rows that want them.
 
-    `scores` are of prompt tokens, in the order of the batch; None where logits were broken.
+    `scores` are of prompt tokens, in the order of the batch; None where logits were broken. `behind` are the logits
+    [D, V] behind drafted tokens, from which nothing was drawn yet.
     """
 
     token_ids: NDArray[np.int64]
     logprobs: dict[int, TokenLogprob]
     scores: tuple[TokenLogprob | None, ...] = ()
+    behind: torch.Tensor | None = None
 
 
 # 32-bit words are kept in 64-bit integers, where the product of two of them cannot overflow.

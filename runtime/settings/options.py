@@ -150,6 +150,15 @@ class ComputeOptions(PrecisionOptions, total=False):
         Literal["auto", "torch", "native", "triton"],
         Option("Attention backend; auto is the fastest that works here.", "auto", panel=Panel.TUNING, file_only=True),
     ]
+    speculate: Annotated[
+        Literal["auto", "off"],
+        Option(
+            "Draft tokens that repeat the prompt where weights arrive more slowly than they compute; off: never.",
+            "auto",
+            panel=Panel.TUNING,
+            file_only=True,
+        ),
+    ]
 
 
 class StreamingOptions(TypedDict, total=False):

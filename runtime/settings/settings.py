@@ -23,6 +23,7 @@ class Settings:
 
     `dtype` is the dtype to compute in, `quant` the format of the weights, `kv` that of keys and values. `compute`
     "int8" rounds activations, too, and multiplies as integers, which takes weights in int8 or 4 bits; "float" does not.
+    `speculate` "off" drafts no tokens.
     """
 
     dtype: str = "auto"
@@ -33,6 +34,7 @@ class Settings:
     deterministic: bool = False
     compute: str = "auto"
     attention: str = "auto"
+    speculate: str = "auto"
 
 
 MIB = 1 << 20

@@ -69,7 +69,7 @@ def test_what_only_measurements_need_is_a_key_and_says_so(
 ) -> None:
     found = dict(commands(get_command(app)))["batch",].declared
     keys = {name for name, option in found.items() if option.file_only}
-    assert keys == {"attention", "compute", "job_dir", "progress", "ray_workers", "stream"}
+    assert keys == {"attention", "compute", "job_dir", "progress", "ray_workers", "speculate", "stream"}
     for name in keys:
         assert cli("batch", "model", "in.jsonl", "-o", "out.jsonl", f"{found[name].flag}=x") == 2
         assert f"is no option but a key of moedge.toml: {found[name].file_key} = ..." in capsys.readouterr().err

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import closing
+from dataclasses import replace
 from importlib.resources import files
 from itertools import islice, repeat
 from pathlib import Path
@@ -16,11 +17,12 @@ import torch
 
 from moedge.moe.routing_stats import RoutingStats
 from moedge.moe.streaming_mode import Mode
-from moedge.runtime.engine.sequence import Sequence
+from moedge.runtime.engine.sequence import Batch, Sequence
 from moedge.runtime.jobs import lifecycle
 from moedge.runtime.jobs.lifecycle import profile_model, prompt_tokens, rehearse
 from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.loading.prepare import prepare
+from moedge.runtime.model.runner import ModelRunner
 from moedge.runtime.plan.memory_ledger import MemoryLedger, TierLedger
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import budget_range, make_plan
@@ -70,6 +72,30 @@ def test_rehearsed_tokens_reach_most_experts(model: str, wanted: list[Any], chec
     rehearsed(folder, repeat(0))
     shares = [share for tokens, share in wanted if tokens == -64]
     assert max(shares) < 0.75
+
+
+def test_a_pass_has_all_the_rows_of_logits_that_drafted_tokens_may_have(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even at the beginning of a job, when nothing repeats itself."""
+    most: list[int] = []
+    forward = ModelRunner.forward
+
+    def observed(self: ModelRunner, batch: Batch) -> torch.Tensor:
+        most.append(len(batch.logit_rows))
+        return forward(self, batch)
+
+    monkeypatch.setattr(ModelRunner, "forward", observed)
+    settings, job = Settings(dtype="fp32", quant="none", tokens_per_pass=64, max_sequences=4), Workload(4, 40)
+    with open_source(str(checkpoint("qwen3_moe"))) as source:
+        plan = replace(make_plan(source.shape, settings, MemoryBudget(AMPLE), job), free_tokens=(7, 15, 29))
+        with closing(load_engine(source, plan)) as loaded:
+            rehearse(loaded, plan, job, prompt_tokens([7, 8], source.shape.vocab))
+            scheduler = loaded.engine.scheduler
+            assert scheduler.limits.free_tokens == plan.free_tokens
+            assert not scheduler.busy
+            assert all(group.allocator.num_live == 0 for group in scheduler.cache.groups)
+    assert max(most) == 29
 
 
 def test_the_text_comes_first_then_ids_of_the_whole_vocabulary() -> None:

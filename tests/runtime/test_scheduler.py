@@ -17,6 +17,7 @@ from moedge.runtime.kv.spec import KVSpec
 from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.sampling.sampler import Sampler
 from moedge.runtime.shape.model_shape import KVGroup
+from support.oracle import foresee
 
 VOCAB, BLOCK, WINDOW = 50, 4, 9
 
@@ -45,8 +46,9 @@ class FakeModel:
                 range(chunk.past, chunk.past + chunk.count)
             )
             self._write(chunk, batch.token_ids[0, chunk.begin : chunk.end])
-        logits = [self._logits(chunk) for chunk in batch.chunks for _ in chunk.sampling]
+        logits = [self._logits(chunk, chunk.drafted) for chunk in batch.chunks for _ in chunk.sampling]
         logits += [one_hot(sequence.prompt_ids[:position]) for sequence, position in batch.scoring]
+        logits += [self._logits(chunk, left) for chunk in batch.chunks for left in reversed(range(chunk.drafted))]
         assert len(logits) == len(batch.logit_rows)
         return torch.stack(logits) if logits else torch.zeros(0, VOCAB)
 
@@ -56,8 +58,9 @@ class FakeModel:
         for pool, blocks in zip(self.cache.pools, chunk.sequence.table.blocks, strict=True):
             pool.write(0, torch.tensor(blocks)[positions // BLOCK], positions % BLOCK, stored, stored)
 
-    def _logits(self, chunk: TokenChunk) -> torch.Tensor:
-        end = chunk.past + chunk.count
+    def _logits(self, chunk: TokenChunk, behind: int) -> torch.Tensor:
+        """Those of the row that has `behind` others of its chunk behind it."""
+        end = chunk.past + chunk.count - behind
         everything, windowed = (self._read(chunk, group, end) for group in range(2))
         assert windowed == everything[max(0, end - WINDOW) :], "a block behind the window was freed too early"
         return one_hot(everything)
@@ -83,6 +86,16 @@ def make_engine(
     return Engine(FakeModel(cache), scheduler, Sampler())
 
 
+def assert_tight(scheduler: Scheduler) -> None:
+    """No table holds more blocks than its stored tokens need, and nothing of a draft is left."""
+    for sequence in scheduler.running:
+        table, groups = sequence.table, scheduler.cache.groups
+        assert table.num_grown == table.num_tokens == sequence.num_tokens - sequence.num_pending
+        assert not sequence.drafted
+        for group, blocks in zip(groups, table.blocks, strict=True):
+            assert len(blocks) == group.spec.blocks_for(table.num_tokens)
+
+
 def alone(prompt: list[int], count: int) -> list[int]:
     tokens = list(prompt)
     for _ in range(count):
@@ -100,8 +113,11 @@ jobs = st.lists(st.tuples(prompts, st.integers(1, 12), st.integers(1, 3)), min_s
 @pytest.mark.sample("20")
 @pytest.mark.parametrize("examples", [20, 60])
 def test_tokens_do_not_depend_on_the_schedule(examples: int) -> None:
-    """Case M10 of the failure table."""
-    schedules = st.integers(8, 30), st.integers(1, 24), st.integers(1, 12), st.sampled_from([0, 3, 40]), st.booleans()
+    """Case M10 of the failure table. Nor on the tokens that passes draft, right or wrong."""
+    free = st.lists(st.integers(1, 30), max_size=4).map(tuple)
+    schedules = (
+        st.integers(8, 30), st.integers(1, 24), st.integers(1, 12), st.sampled_from([0, 3, 40]), st.booleans(), free,
+    )  # fmt: skip
     settings(max_examples=examples, deadline=None)(given(jobs, *schedules)(tokens_are_those_of_rows_alone))()
 
 
@@ -112,11 +128,15 @@ def tokens_are_those_of_rows_alone(
     max_sequences: int,
     parked: int,
     sharing: bool,
+    free: tuple[int, ...],
 ) -> None:
-    engine = make_engine(blocks, PassLimits(tokens_per_pass, max_sequences), parked, sharing, windowed=4)
+    limits = PassLimits(tokens_per_pass, max_sequences, free_tokens=free)
+    engine = make_engine(blocks, limits, parked, sharing, windowed=4)
     samples = []
     for prompt, count, num_samples in rows:
-        first, *forks = [Sequence(prompt, SequenceSampling(count)) for _ in range(num_samples)]
+        first, *forks = [
+            foresee(Sequence(prompt, SequenceSampling(count)), alone(prompt, count)) for _ in range(num_samples)
+        ]
         first.forks = forks
         samples.append([first, *forks])
         engine.add(first)
@@ -124,6 +144,7 @@ def tokens_are_those_of_rows_alone(
     while engine.busy:
         oldest = (engine.scheduler.running or [None])[0]
         engine.step()
+        assert_tight(engine.scheduler)
         assert oldest is None or oldest.finished or oldest in engine.scheduler.running, "the oldest was preempted"
         limit -= 1
         assert limit > 0, "the schedule does not end"
@@ -135,6 +156,8 @@ def tokens_are_those_of_rows_alone(
     for batch in engine.model.batches:
         assert 0 < batch.num_tokens <= tokens_per_pass
         assert len(batch.sampling) <= max_sequences
+        assert len(batch.logit_rows) <= max(limits.live, *free, 1)
+        assert not batch.drafted or len(batch.logit_rows) <= max(free)
 
 
 @given(jobs, st.integers(8, 30), st.integers(1, 24), st.integers(1, 12), st.sampled_from([0, 3, 40]), st.booleans())

@@ -8,7 +8,7 @@ import torch
 
 from moedge.runtime.engine.engine import Engine
 from moedge.runtime.engine.scheduler import PassLimits, Scheduler
-from moedge.runtime.engine.sequence import Batch
+from moedge.runtime.engine.sequence import Batch, TokenChunk
 from moedge.runtime.kv.cache import KVCache
 from moedge.runtime.kv.pool import KVPool
 from moedge.runtime.kv.spec import KVSpec
@@ -28,15 +28,20 @@ class NoiseModel:
     def forward(self, batch: Batch) -> torch.Tensor:
         rows = [torch.zeros(0, VOCAB)]
         for chunk in batch.chunks:
-            seed = hash(tuple(chunk.sequence.tokens(0, chunk.past + chunk.count))) % (1 << 63)
-            noise = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(seed))
-            rows.append(noise.expand(len(chunk.sampling), VOCAB))
+            rows.append(noise_of(chunk, chunk.drafted).expand(len(chunk.sampling), VOCAB))
+        rows += [noise_of(chunk, behind) for chunk in batch.chunks for behind in reversed(range(chunk.drafted))]
         return torch.cat(rows)
 
 
-def noise_engine(blocks: int = 200, max_sequences: int = 16) -> Engine:
+def noise_of(chunk: TokenChunk, behind: int) -> torch.Tensor:
+    """Logits [1, V] of the row that has `behind` others of its chunk behind it."""
+    seed = hash(tuple(chunk.sequence.tokens(0, chunk.past + chunk.count - behind))) % (1 << 63)
+    return torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(seed))
+
+
+def noise_engine(blocks: int = 200, max_sequences: int = 16, free_tokens: tuple[int, ...] = ()) -> Engine:
     cache = KVCache([KVPool(KVSpec(KVGroup((0,), 1, 2, None), "fp32", 16), blocks)])
-    return Engine(NoiseModel(), Scheduler(PassLimits(64, max_sequences), cache), Sampler())
+    return Engine(NoiseModel(), Scheduler(PassLimits(64, max_sequences, free_tokens=free_tokens), cache), Sampler())
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.sampling.grammar import ANY_OBJECT, Grammars, GrammarState, Lark
 from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.text.tokenizer import Tokenizer
+from support.oracle import foresee
 
 from .conftest import VOCAB, noise_engine
 
@@ -122,6 +123,19 @@ def test_preemption_and_neighbours_do_not_show_in_the_text(grammars: Grammars, t
     assert all_texts(roomy) == all_texts(tight)
     assert roomy.scheduler.counts.preemptions == 0
     assert tight.scheduler.counts.preemptions > 0
+
+
+def test_drafted_tokens_pass_their_grammar_one_after_the_other(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    plain, drafting = ([start(grammars, tokenizer, PERSON, seed, 100) for seed in range(8)] for _ in range(2))
+    run(noise_engine(), plain)
+    # Behind the end of an object there is nothing, whatever is drafted.
+    for seed, (ours, theirs) in enumerate(zip(drafting, plain, strict=True)):
+        foresee(ours, [*theirs.output_ids, 8, 9, 10], 9, seed)
+    engine = noise_engine(free_tokens=(24, 32, 40, 40))
+    run(engine, drafting)
+    assert [each.output_ids for each in drafting] == [each.output_ids for each in plain]
+    assert {(each.finish_reason, each.error) for each in drafting} == {("stop", "")}
+    assert 100 < engine.metrics.accepted_tokens < engine.metrics.drafted_tokens
 
 
 def test_samples_of_one_prompt_part_with_grammars_of_their_own(grammars: Grammars, tokenizer: Tokenizer) -> None:
