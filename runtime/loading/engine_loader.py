@@ -57,7 +57,7 @@ from ..model.weights_seam import (
     move_resident,
     norm_in_pieces,
 )
-from ..plan.candidate import CPU_SAMPLER_NBYTES, SAMPLER_NBYTES
+from ..plan.candidate import CPU_SAMPLER_NBYTES, GRAPH_ROWS, GRAPH_SIZES, SAMPLER_NBYTES
 from ..plan.fallback import FallbackPolicy
 from ..plan.kernels import FUSED_DECODER, FUSED_LAYERS, GRAPHS, SEAMS, Kernels, product_kernels
 from ..plan.memory_ledger import FUSED, KV_CACHE, PARKED, RINGS, STAGED, STATES, WEIGHTS, WORKSPACE, MemoryLedger
@@ -313,7 +313,7 @@ class Loading:
             if device is not None:
                 warm_up_products(layers, self.shards.head, self.compute, TORCH_DTYPES[self.plan.dtype], device)
             if self.plan.graphs_nbytes:
-                packed.seams.graphs = LayerGraphs(packed.layers, self.torch_device)
+                packed.seams.graphs = LayerGraphs(packed.layers, self.torch_device, GRAPH_ROWS, GRAPH_SIZES)
             fused = self._fuse(packed, layers, cache)
             free = (lambda: None) if device is None else device.give_back
             # On a device few large tiles: each starts as many kernels. The plan has the bytes in any case.

@@ -21,7 +21,6 @@ from torch import nn
 from ...quant.kernels.upload import upload
 from ..attention.protocol import AttentionBackend, AttentionCall
 from ..engine.sequence import Batch
-from ..plan.candidate import GRAPH_ROWS, GRAPH_SIZES
 from .attention_seam import PackedPass, Visibility
 
 # Passes of so many rows that come before they are recorded: the first compiles kernels and allocates buffers.
@@ -44,7 +43,7 @@ class _NotRecordable(Exception):
 
 
 class _Attends(NamedTuple):
-    """A call of attention between two graphs, with the buffers of its operands [GRAPH_ROWS, H, D]."""
+    """A call of attention between two graphs, with the buffers of its operands [the most rows, H, D]."""
 
     call: AttentionCall
     operands: tuple[torch.Tensor, ...]
@@ -56,8 +55,9 @@ class LayerGraphs:
     `lack` says why none are used (any more); layers are launched kernel by kernel then.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], device: torch.device) -> None:
-        self.lack = ""
+    def __init__(self, layers: Sequence[nn.Module], device: torch.device, rows: int, sizes: int) -> None:
+        """Passes of up to `rows` rows are recorded, and the graphs of `sizes` numbers of rows are kept."""
+        self.lack, self._rows, self._sizes = "", rows, sizes
         self.replayed = 0
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
@@ -74,7 +74,7 @@ class LayerGraphs:
     @contextmanager
     def of_pass(self, batch: Batch, attention: AttentionBackend) -> Iterator[None]:
         """While entered, the layers compute this pass by graphs, if there are any for its number of rows."""
-        if not self.lack and batch.num_tokens <= GRAPH_ROWS:
+        if not self.lack and batch.num_tokens <= self._rows:
             self._pass = _GraphedPass(self, batch, attention)
         try:
             yield
@@ -89,15 +89,15 @@ class LayerGraphs:
         return self._pass.layer(index, forward, hidden, others, named)
 
     def buffer(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        """Memory for GRAPH_ROWS rows that are shaped as those of `like` [T, ...]; the same for the same name."""
+        """Memory for the most rows, which are shaped as those of `like` [T, ...]; the same for the same name."""
         key = (name, like.shape[1:], like.dtype)
         if key not in self._buffers:
-            self._buffers[key] = torch.empty(GRAPH_ROWS, *like.shape[1:], dtype=like.dtype, device=self._device)
+            self._buffers[key] = torch.empty(self._rows, *like.shape[1:], dtype=like.dtype, device=self._device)
         return self._buffers[key]
 
     def keep(self, rows: int, index: int, parts: list[Any]) -> None:
         """Takes the parts of a layer for this number of rows; drops those of the number that was used least lately."""
-        if rows not in self._recorded and len(self._recorded) == GRAPH_SIZES:
+        if rows not in self._recorded and len(self._recorded) == self._sizes:
             del self._recorded[next(iter(self._recorded))]
         self._recorded.setdefault(rows, {})[index] = parts
 
@@ -130,7 +130,7 @@ class _Recording:
 
 
 class _GraphedPass:
-    """One pass of up to GRAPH_ROWS rows: the attention that its layers are given, between their parts."""
+    """One pass that is not too large: the attention that its layers are given, between their parts."""
 
     def __init__(self, graphs: LayerGraphs, batch: Batch, attention: AttentionBackend) -> None:
         self._graphs, self._batch, self._attention = graphs, batch, attention

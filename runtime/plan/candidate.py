@@ -360,6 +360,10 @@ class WeightFootprint:
         else:
             self.process, self.resident = device_budget.context_nbytes, on_device_nbytes(shape, dtype)
 
+    def graphs_within(self, nbytes: int) -> int:
+        """The bytes of graphs, 0 where they are more than `nbytes`."""
+        return self.graphs if self.graphs <= nbytes else 0
+
     @cached_property
     def nbytes(self) -> int:
         """Bytes of all weights."""

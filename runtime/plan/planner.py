@@ -468,8 +468,8 @@ class _Search:
         if self._budget.device is None:
             plan = plan.with_spare(self._budget.host_nbytes - plan.used_nbytes)
             may = not plan.streams and fuses(plan.quant, plan.dtype, plan.deterministic)
-            buffers = fused_nbytes(candidate.weights.shape, plan.tokens_per_pass) if may else 0
-            fused = min(buffers, plan.free_nbytes // 2)
+            most = fused_nbytes(candidate.weights.shape, plan.tokens_per_pass) if may else 0
+            fused = min(most, plan.free_nbytes // 2)
             return replace(plan, fused_nbytes=fused, free_nbytes=plan.free_nbytes - fused)
         weights = candidate.weights
         staging = stage_for_device(weights.shape, weights.shards, plan)
@@ -479,17 +479,17 @@ class _Search:
         free = staging.free_nbytes if waits and not weights.shape.state_groups else 0
         parked = candidate.cache.parked(plan.kv_blocks, free)
         free = staging.free_nbytes - candidate.cache.nbytes_of(parked)
-        return replace(plan, staging=staging, parked_blocks=parked, free_nbytes=free)
+        left = self._request.budget_nbytes - plan.used_nbytes if plan.attention == "triton" else 0
+        graphs = weights.graphs_within(left) if plan.held_nbytes == plan.weights_nbytes else 0
+        return replace(plan, staging=staging, parked_blocks=parked, free_nbytes=free, graphs_nbytes=graphs)
 
     def _cached(self, candidate: Candidate) -> int:
         """If all weights are held, the cache takes the remaining bytes, because nothing else could use them."""
-        budget = self._request.budget_nbytes
-        least = self.space.cached(candidate)
+        budget, least = self._request.budget_nbytes, self.space.cached(candidate)
         if candidate.whole(least) > budget:
             return least
         free = budget - candidate.fixed - candidate.weights.nbytes
-        if candidate.cache.nbytes(least) <= free - candidate.weights.graphs:
-            free -= candidate.weights.graphs
+        free -= candidate.weights.graphs_within(free - candidate.cache.nbytes(least))
         most = min(self.space.most_live, candidate.tokens_per_pass)
         return max(least, candidate.cache.sequences_in(free, most))
 
@@ -508,9 +508,6 @@ class _Search:
         lack = "--deterministic takes torch's attention" if settings.deterministic else library.lack()
         needs = AttentionNeeds(heads, weights.gpu, interpreted(), latent, indexed, lack)
         attention = choose_attention(settings.attention, needs)
-        held = placement.held_nbytes(weights.shards)
-        left = free - candidate.cache.nbytes(cached) - held
-        graphs = weights.graphs if held == weights.nbytes and weights.graphs <= left and attention == "triton" else 0
         reads_embedding = placement.ring_nbytes and shape.head and not weights.on_device
         whole = [count * spec.block for count, spec in zip(blocks, specs, strict=True) if spec.group.window is None]
         return Plan(
@@ -532,7 +529,7 @@ class _Search:
             process_nbytes=weights.process,
             resident_nbytes=weights.resident,
             weights_nbytes=weights.nbytes,
-            held_nbytes=held,
+            held_nbytes=placement.held_nbytes(weights.shards),
             kv_nbytes=candidate.cache.nbytes(cached),
             workspace_nbytes=weights.workspace,
             activations_nbytes=candidate.activations,
@@ -544,7 +541,6 @@ class _Search:
             token_rows_nbytes=token_rows_nbytes(shape, self.space.dtype if reads_embedding else None),
             grouped_products=weights.grouped_products,
             stores_by_kernel=stores_by_kernel(settings.attention, attention, needs),
-            graphs_nbytes=graphs,
             draws_by_kernel=weights.gpu is not None and not weights.gpu.lacks.sampling,
             lacks=missing_kernels(weights, settings),
             notes=(

@@ -42,18 +42,21 @@ VOCAB = 5003
 
 
 @triton.jit
-def _distances(row, at, vocab, peak):
-    logits = tl.load(row + at, mask=at < vocab, other=-float("inf")).to(tl.float32)
-    return peak - logits
+def _distances(row, at):
+    """From the peak, infinite behind the row's end. `row` is where its logits are, how many they are, and the peak."""
+    logits = tl.load(row[0] + at, mask=at < row[1], other=-float("inf")).to(tl.float32)
+    return row[2] - logits
 
 
 @triton.jit
-def _weights(distances, by, least, whole):
-    """`sampler.weights` as int64, 0 where min-p drops the token; `by` is -1 / temperature."""
-    each = tl.exp(distances * by) * whole
+def _weights(distances, scale):
+    """`sampler.weights` as int64, 0 where min-p drops the token. `scale` is -1 / temperature, `unit`, and the least
+    weight that is kept.
+    """
+    each = tl.exp(distances * scale[0]) * scale[1]
     # Rounds to even: where a float32 may have a fraction, this sum has none.
     each = tl.where(each < 8388608.0, (each + 8388608.0) - 8388608.0, each).to(tl.int64)
-    return tl.where(each >= least, each, 0)
+    return tl.where(each >= scale[2], each, 0)
 
 
 @triton.jit
@@ -73,13 +76,13 @@ def _between(low, high, S: tl.constexpr):
 
 
 @triton.jit
-def _gather(row, vocab, peak, low, high, gathered, S: tl.constexpr):
+def _gather(row, low, high, gathered, S: tl.constexpr):
     """Writes the bits of the distances from low to high; returns how many, more than a chunk if they are too many."""
     start, found = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
     lanes = tl.arange(0, S.chunk)
-    while (start < vocab) & (found <= S.chunk):
-        bits = _distances(row, start + lanes, vocab, peak).to(tl.int32, bitcast=True)
-        wanted = (bits >= low) & (bits <= high) & (start + lanes < vocab)
+    while (start < row[1]) & (found <= S.chunk):
+        bits = _distances(row, start + lanes).to(tl.int32, bitcast=True)
+        wanted = (bits >= low) & (bits <= high) & (start + lanes < row[1])
         places = found + tl.cumsum(wanted.to(tl.int32), 0) - 1
         tl.store(gathered + places, bits, mask=wanted & (places < S.chunk))
         found += tl.sum(wanted.to(tl.int32), 0)
@@ -90,7 +93,7 @@ def _gather(row, vocab, peak, low, high, gathered, S: tl.constexpr):
 
 
 @triton.jit
-def _first(row, vocab, peak, by, least, whole, bound, high, gathered, COUNT: tl.constexpr, S: tl.constexpr):
+def _first(row, scale, bound, high, gathered, COUNT: tl.constexpr, S: tl.constexpr):
     """The bits of the first distance, up to `high`, at which the sum over all tokens up to it, of ones or of weights,
     reaches `bound`, and the sum before it.
     """
@@ -99,17 +102,17 @@ def _first(row, vocab, peak, by, least, whole, bound, high, gathered, COUNT: tl.
     rounds, found = tl.full((), 0, tl.int32), tl.full((), S.chunk + 1, tl.int32)
     while (low < high) & (found > S.chunk):
         if rounds == S.rounds:
-            found = _gather(row, vocab, peak, low, high, gathered, S)
+            found = _gather(row, low, high, gathered, S)
             rounds -= 2
         else:
             tried = _between(low, high, S)
             sums = tl.full((S.tried, S.chunk), 0, tl.int64)
-            for start in range(0, vocab, S.chunk):
-                distances = _distances(row, start + lanes, vocab, peak)
+            for start in range(0, row[1], S.chunk):
+                distances = _distances(row, start + lanes)
                 if COUNT:
-                    each = (start + lanes < vocab).to(tl.int64)
+                    each = (start + lanes < row[1]).to(tl.int64)
                 else:
-                    each = _weights(distances, by, least, whole)
+                    each = _weights(distances, scale)
                 sums += tl.where(distances.to(tl.int32, bitcast=True) <= tried[:, None], each, 0)
             low, high, before = _narrow(low, high, before, tried, tl.sum(sums, 1), bound)
             rounds += 1
@@ -120,7 +123,7 @@ def _first(row, vocab, peak, by, least, whole, bound, high, gathered, COUNT: tl.
         if COUNT:
             each = here.to(tl.int64)
         else:
-            each = tl.where(here, _weights(bits.to(tl.float32, bitcast=True), by, least, whole), 0)
+            each = tl.where(here, _weights(bits.to(tl.float32, bitcast=True), scale), 0)
         while low < high:
             tried = _between(low, high, S)
             sums = tl.sum(tl.where(bits <= tried[:, None], each, 0), 1)
@@ -136,8 +139,8 @@ def _up(number):
 
 
 @triton.jit
-def _weight_at(bits, by, least, whole):
-    return _weights(bits.to(tl.float32, bitcast=True), by, least, whole)
+def _weight_at(bits, scale):
+    return _weights(bits.to(tl.float32, bitcast=True), scale)
 
 
 # These change while a job runs: no kernel may be compiled for each.
@@ -153,49 +156,50 @@ def draw_rows(logits, stride, vocab, count, columns, whole, token_ids, scratch, 
     top_p = tl.load(column + 2 * count)
     least = _up(tl.load(column + 3 * count) * whole)
     uniform = tl.load(column + 4 * count)
-    row = logits + tl.load(column + 5 * count).to(tl.int64) * stride
-    by = -1.0 / tl.minimum(tl.maximum(temperature, 1e-37), 1e37)
+    begin = logits + tl.load(column + 5 * count).to(tl.int64) * stride
+    scale = (-1.0 / tl.minimum(tl.maximum(temperature, 1e-37), 1e37), whole, least)
     gathered, lanes = scratch + program * S.chunk, tl.arange(0, S.chunk)
 
     highest = tl.full((S.chunk,), -float("inf"), tl.float32)
     broken = tl.full((S.chunk,), 0, tl.int32)
     for start in range(0, vocab, S.chunk):
         at = start + lanes
-        each = tl.load(row + at, mask=at < vocab, other=-float("inf")).to(tl.float32)
+        each = tl.load(begin + at, mask=at < vocab, other=-float("inf")).to(tl.float32)
         no_number = (each.to(tl.int32, bitcast=True) & 0x7FFFFFFF) > _INFINITY
         broken = broken | no_number.to(tl.int32)
         highest = tl.maximum(highest, tl.where(no_number, highest, each))
     # Adding zero turns -0.0 into +0.0, as in `sampler.below_peak`.
     peak = tl.max(highest, 0) + 0.0
+    row = (begin, vocab, peak)
     token = tl.full((), _NO_TOKEN, tl.int32)
     if (tl.max(broken, 0) == 0) & (peak > -float("inf")) & (peak < float("inf")):
         # The mass of the tokens that top-k and min-p leave.
         everything = tl.full((), _INFINITY, tl.int32)
         if top_k < vocab:
-            last, kept = _first(row, vocab, peak, by, least, whole, top_k, everything, gathered, True, S)
+            last, kept = _first(row, scale, top_k, everything, gathered, True, S)
         else:
             last, kept = everything, tl.full((), 0, tl.int64)
         sums = tl.full((S.chunk,), 0, tl.int64)
         for start in range(0, vocab, S.chunk):
-            distances = _distances(row, start + lanes, vocab, peak)
+            distances = _distances(row, start + lanes)
             nearer = distances.to(tl.int32, bitcast=True) < last
-            sums += tl.where(nearer, _weights(distances, by, least, whole), 0)
+            sums += tl.where(nearer, _weights(distances, scale), 0)
         mass = tl.sum(sums, 0)
         if top_k < vocab:
-            mass += (top_k - kept) * _weight_at(last, by, least, whole)
+            mass += (top_k - kept) * _weight_at(last, scale)
         if top_p < 1.0:
             bound = tl.maximum(_up(top_p * mass.to(tl.float64)), 1)
-            last, before = _first(row, vocab, peak, by, least, whole, bound, last, gathered, False, S)
-            each = _weight_at(last, by, least, whole)
+            last, before = _first(row, scale, bound, last, gathered, False, S)
+            each = _weight_at(last, scale)
             mass = before + (bound - before + each - 1) // each * each
         bound = (uniform * mass.to(tl.float64)).to(tl.int64) + 1
-        bits, before = _first(row, vocab, peak, by, least, whole, bound, last, gathered, False, S)
-        each = _weight_at(bits, by, least, whole)
+        bits, before = _first(row, scale, bound, last, gathered, False, S)
+        each = _weight_at(bits, scale)
         rank = (bound - before + each - 1) // each
         seen = tl.full((), 0, tl.int64)
         for start in range(0, vocab, S.chunk):
             at = start + lanes
-            same = (_distances(row, at, vocab, peak).to(tl.int32, bitcast=True) == bits) & (at < vocab)
+            same = (_distances(row, at).to(tl.int32, bitcast=True) == bits) & (at < vocab)
             ranks = seen + tl.cumsum(same.to(tl.int32), 0)
             token = tl.maximum(token, tl.max(tl.where(same & (ranks == rank), at, _NO_TOKEN), 0))
             seen += tl.sum(same.to(tl.int32), 0)

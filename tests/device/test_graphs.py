@@ -276,7 +276,7 @@ def test_where_recording_fails_kernels_are_launched_one_by_one(
 
 def test_what_is_used_least_lately_is_dropped(fakes: ModuleType) -> None:
     with fakes.FakeDevice(capability=AMPERE) as fake:
-        found = LayerGraphs([torch.nn.Identity()], fake.torch_device)
+        found = LayerGraphs([torch.nn.Identity()], fake.torch_device, GRAPH_ROWS, GRAPH_SIZES)
         for rows in range(1, GRAPH_SIZES + 3):
             for layer in (0, 1):
                 found.keep(rows, layer, [rows])
@@ -299,7 +299,7 @@ def test_layers_that_wait_or_move_are_not_recorded(
 def test_an_argument_that_may_change_is_not_recorded(case: Any, fakes: ModuleType) -> None:
     """A layer that gets something that is no constant, or a tensor that has no row for each token."""
     with fakes.FakeDevice(capability=AMPERE) as fake:
-        found = LayerGraphs([torch.nn.Identity()], fake.torch_device)
+        found = LayerGraphs([torch.nn.Identity()], fake.torch_device, GRAPH_ROWS, GRAPH_SIZES)
         one = graphs._GraphedPass(found, type("Batch", (), {"num_tokens": 3})(), None)  # type: ignore[arg-type]
         for value in (object(), [1], torch.ones(1, 4, 2), torch.ones(3)):
             with pytest.raises(graphs._NotRecordable):

@@ -79,7 +79,7 @@ def test_kernels_that_run_are_named_in_one_line(monkeypatch: pytest.MonkeyPatch)
     lacking(monkeypatch, Lacks())
     (finding,) = kernels.check_kernels(device((8, 6)))
     assert finding.verdict is Verdict.OK
-    assert "attention, cache, experts compiled and passed their tests" in finding.found
+    assert "attention, cache, experts, sampling compiled and passed their tests" in finding.found
 
 
 @pytest.mark.parametrize("family", Lacks._fields)
