@@ -224,6 +224,12 @@ class ShardStream(Generic[View_co]):
         recalled, self._asked = list(self._asked), deque()
         return recalled
 
+    def drop(self) -> None:
+        """Cancels all requests; copies that have started are waited for."""
+        self.recall()
+        while self._ahead:
+            self.done(self.next())
+
     def next(self) -> Arrival[View_co]:
         """Waits for the oldest requested shard. Raises StreamBroken if it cannot arrive, ValueError without one."""
         self._run_ahead()

@@ -10,6 +10,7 @@ from ctypes import addressof
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, Self
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -122,8 +123,7 @@ class RowAttention:
         self._workers = workers
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._partials = torch.empty(0)
-        self._batch: Batch | None = None
-        self._plans: dict[tuple[int, str], RowPlan | None] = {}
+        self._plans: WeakKeyDictionary[Batch, dict[tuple[int, str], RowPlan | None]] = WeakKeyDictionary()
 
     def plan(self, call: AttentionCall, batch: Batch, group: int, rows: str = "decode") -> RowPlan | None:
         """What the kernels compute of a pass; None where that is nothing.
@@ -131,13 +131,11 @@ class RowAttention:
         `rows` are those that "decode", generated tokens and drafted ones; "gathered" are the same, in a tensor of their
         own; or "all".
         """
-        if self._batch is not batch:
-            self._batch, self._plans = batch, {}
-        key = (group, rows)
-        if key not in self._plans:
+        plans, key = self._plans.setdefault(batch, {}), (group, rows)
+        if key not in plans:
             chosen = [chunk for chunk in batch.chunks if rows == "all" or decodes(call, chunk)]
-            self._plans[key] = self._make(call, chosen, group, rows == "gathered") if chosen else None
-        return self._plans[key]
+            plans[key] = self._make(call, chosen, group, rows == "gathered") if chosen else None
+        return plans[key]
 
     def attend(self, query: RowQuery, keys: Sequence[Stored], values: Stored, plan: RowPlan, out: torch.Tensor) -> None:
         """Fills the plan's rows of out [T, Hq, D], contiguous, with the attention of the query's rows over the cache.

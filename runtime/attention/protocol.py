@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import NamedTuple, Protocol, Self
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -144,6 +145,11 @@ class StoreFunction(Protocol):
         """Stores k, v [T, H, D] of the group's `layer`-th layer in slots int64 [T]: block id * block + offset."""
 
 
+def store_by_torch(pool: KVPool, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """A `StoreFunction` of torch's operations, on any device."""
+    pool.write(layer, slots // pool.spec.block, slots % pool.spec.block, k, v)
+
+
 class AttentionBackend(Protocol):
     def attend(
         self, call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
@@ -172,7 +178,7 @@ def check_reach(call: AttentionCall, group: KVGroup) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class GroupSlots:
     """The slots [T] of a pass in one layer group, also as block ids and offsets, and a block table per chunk."""
 
@@ -217,21 +223,19 @@ def padded_tables(chunks: Sequence[TokenChunk], group: int) -> torch.Tensor:
 
 
 class PassSlots:
-    """The slots of the running pass, by layer group."""
+    """The slots of passes, by layer group, as long as their batches are there."""
 
     def __init__(self, cache: KVCache, device: torch.device | str) -> None:
         self._cache = cache
         self._device = device
-        self._batch: Batch | None = None
-        self._groups: list[GroupSlots] = []
+        self._groups: WeakKeyDictionary[Batch, list[GroupSlots]] = WeakKeyDictionary()
 
     def of(self, batch: Batch, group: int) -> GroupSlots:
-        if self._batch is not batch:
-            self._batch = batch
-            self._groups = [
+        if batch not in self._groups:
+            self._groups[batch] = [
                 GroupSlots.of(batch, index, self._cache.block, self._device) for index in range(len(self._cache.pools))
             ]
-        return self._groups[group]
+        return self._groups[batch][group]
 
 
 class Division(NamedTuple):

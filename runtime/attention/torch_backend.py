@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -176,21 +177,21 @@ class _Row(NamedTuple):
 
 
 class DecodeRuns:
-    """The runs of the running pass by layer group, which its layers share."""
+    """The runs of a pass in a layer group, which its layers share."""
 
     def __init__(self, cache: KVCache, dtype: torch.dtype, device: torch.device | str) -> None:
         self._cache = cache
         self._dtype = dtype
         self._device = device
-        self._runs: dict[int, tuple[GroupSlots, list[DecodeRun]]] = {}
+        self._runs: WeakKeyDictionary[GroupSlots, list[DecodeRun]] = WeakKeyDictionary()
 
     def of(self, call: AttentionCall, group: int, slots: GroupSlots) -> list[DecodeRun]:
         """The runs of chunks that decode."""
-        if group not in self._runs or self._runs[group][0] is not slots:
+        if slots not in self._runs:
             chunks = [chunk for chunk in slots.tables if decodes(call, chunk)]
             rows = [_Row(chunk, chunk.past + index) for chunk in chunks for index in range(chunk.count)]
-            self._runs[group] = slots, [self._run(call, group, some) for some in self._split(call, group, rows)]
-        return self._runs[group][1]
+            self._runs[slots] = [self._run(call, group, some) for some in self._split(call, group, rows)]
+        return self._runs[slots]
 
     def _split(self, call: AttentionCall, group: int, rows: list[_Row]) -> Iterator[list[_Row]]:
         """Runs of rows, longest pasts first, of at most GATHERED_NUMEL elements of keys, or of one row."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from inspect import signature
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -112,8 +113,7 @@ class TritonAttention:
         self._fresh = {size: FreshAttention.for_gpu(capability, dtype, size) for size in head_dims}
         # Every layer's call, and a row of zeros [1, Hq, D] shaped as its queries; known after the first pass.
         self._asked: dict[int, tuple[AttentionCall, torch.Tensor]] = {}
-        self._batch: Batch | None = None
-        self._pages: dict[int, PassPages] = {}
+        self._pages: WeakKeyDictionary[Batch, dict[int, PassPages]] = WeakKeyDictionary()
 
     def attend(
         self, call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
@@ -163,11 +163,10 @@ class TritonAttention:
         return LayerSample(pool.queries(q), keys, kv, cached, features, q.dtype)
 
     def _pages_of(self, batch: Batch, group: int, device: torch.device) -> PassPages:
-        if self._batch is not batch:
-            self._batch, self._pages = batch, {}
-        if group not in self._pages:
-            self._pages[group] = PassPages(batch, group, self.cache.block, device)
-        return self._pages[group]
+        pages = self._pages.setdefault(batch, {})
+        if group not in pages:
+            pages[group] = PassPages(batch, group, self.cache.block, device)
+        return pages[group]
 
 
 @dataclass(frozen=True, slots=True)

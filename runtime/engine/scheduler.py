@@ -103,7 +103,7 @@ class Scheduler:
         self._limit_forks(draft)
         if self.limits.free_tokens:
             self._speculate(draft)
-        return pack(list(draft.chosen.items()))
+        return pack(sorted(draft.chosen.items(), key=lambda chosen: chosen[0].table.cohort))
 
     def commit(self, batch: Batch, samples: Sampled, draw: DrawBehind | None = None) -> list[Sequence]:
         """Books the pass: tokens stored, tokens sampled; returns the sequences that it finished.
@@ -216,7 +216,11 @@ class Scheduler:
             return
         least = min(wanted, self.limits.cut)
         while (free_tokens := self.cache.headroom(sequence.table)) < least:
-            youngest = self.running[-1]
+            youngest = next(
+                each for each in reversed(self.running) if each.table.cohort == sequence.table.cohort
+            )
+            if self.cache.move(youngest.table):
+                continue
             self.preempt(youngest)
             draft.drop(youngest)
             if youngest is sequence:

@@ -277,7 +277,7 @@ class TokenChunk:
         return self.begin + self.count
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Batch:
     """The chunks of a pass, their T tokens as tensors, and the sequences that get a token of it.
 

@@ -19,6 +19,7 @@ from ...offload.budget import GIB
 from ...offload.closing import Closing
 from ...offload.device import Device
 from ...offload.memory import Heap, reset_host_peak
+from ..attention.cohorts import CohortAttention
 from ..engine.lookup import MOST_DRAFTED
 from ..engine.sequence import Sequence
 from ..loading.engine_loader import LoadedEngine, LoadedModel, load_engine, load_with_fallback
@@ -92,9 +93,8 @@ def rehearse(loaded: LoadedEngine, plan: Plan, workload: Workload, tokens: Itera
     """
     engine = loaded.engine
     live = min(plan.max_sequences, plan.tokens_per_pass, workload.sequences)
-    length = max(
-        1, min(plan.tokens_per_pass // live, workload.longest - 1, plan.kv_tokens * plan.kv_sequences // live - 1)
-    )
+    cached = plan.kv_sequences + (plan.host_kv.sequences if plan.host_kv else 0)
+    length = max(1, min(plan.tokens_per_pass // live, workload.longest - 1, plan.kv_tokens * cached // live - 1))
     cache = engine.scheduler.cache
     shared = cache.sharing
     # Else sequences with the same beginning would share blocks, and the pass would not be the largest.
@@ -111,6 +111,9 @@ def rehearse(loaded: LoadedEngine, plan: Plan, workload: Workload, tokens: Itera
         from ..attention.triton_backend import TritonAttention
 
         attention = loaded.model.attention
+        if isinstance(attention, CohortAttention):
+            # Windows are attended to by the same kernels.
+            attention = attention.device
         assert isinstance(attention, TritonAttention), "the plan names the backend"
         for launch in attention.warm_up_launches():
             launch.run()

@@ -253,7 +253,8 @@ class BlockTable:
     blocks, as far as they were needed; others can find `num_published` of these blocks. `parked` are blocks of the host
     tier; a table has either those or `blocks`. `state` is its slot in the pool of states, if there is one; until its
     first pass is over its state is the snapshot in `origin`, where its tokens were found. `snapshots` are positions
-    that the next pass reaches, and the slots in which it keeps the states there.
+    that the next pass reaches, and the slots in which it keeps the states there. `cohort` says whose blocks they are:
+    0 those of the tier that computes, others of host memory.
     """
 
     blocks: list[list[int]] = field(default_factory=list)
@@ -264,6 +265,7 @@ class BlockTable:
     parked: list[list[int]] = field(default_factory=list)
     state: int = NO_SLOT
     origin: int = NO_SLOT
+    cohort: int = 0
     snapshots: list[tuple[int, int]] = field(default_factory=list)
 
     def clear(self) -> None:

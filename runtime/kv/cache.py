@@ -390,6 +390,32 @@ class KVCache:
             table.parked = []
             table.clear()
 
+    def share_states(self, other: KVCache) -> None:
+        """Tables take their states from those of another cache, which has the same pool of them."""
+        self._slots = other._slots
+
+    def move(self, table: BlockTable) -> bool:
+        """Moves a table with its blocks to other memory, where there is room; this cache has none."""
+        return False
+
+    def takes(self, table: BlockTable, source: KVCache, spare: int) -> bool:
+        """Takes the blocks of a table of another cache; False, and no change, unless `spare` blocks of each group stay
+        available."""
+        tiers = [[_TierBlocks(each.allocator, each.pool.memory) for each in cache.groups] for cache in (source, self)]
+        if any(
+            len(blocks) + spare > group.allocator.num_available
+            for blocks, group in zip(table.blocks, self.groups, strict=True)
+        ):
+            return False
+        contents = table.hashes[: table.num_tokens // self.block] if self.sharing else []
+        moved = _move_all(table.blocks, contents, *tiers)
+        if moved is None:
+            return False
+        for group, blocks in zip(source.groups, table.blocks, strict=True):
+            group.release(blocks)
+        table.blocks = moved
+        return True
+
     def usage(self, tables: Iterable[BlockTable]) -> Usage:
         """What the bytes are used for while a pass runs; `tables` are all tables that hold blocks."""
         return measure(self.groups, tables)

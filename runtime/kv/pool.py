@@ -20,11 +20,10 @@ class BlockMemory:
     one run of bytes per layer and plane; `get` and `put` join these for copies to and from host memory.
     """
 
-    def __init__(
-        self, planes: Iterable[Plane], record_nbytes: int, layers: int, num_blocks: int, device: torch.device | str
-    ) -> None:
-        # Zeroed, not empty: an unwritten slot is multiplied with probability 0, and 0 * NaN is NaN.
-        self.bytes = torch.zeros(layers * num_blocks * record_nbytes, dtype=torch.uint8, device=device)
+    def __init__(self, planes: Iterable[Plane], layers: int, num_blocks: int, memory: torch.Tensor) -> None:
+        """`memory` uint8 [layers * num_blocks * record_nbytes]; an unwritten slot in it must not be NaN: it is
+        multiplied with probability 0."""
+        self.bytes = memory
         self._by_layer = self.bytes.view(layers, -1)
         self._num_blocks = num_blocks
         self._parts = [self._part(plane) for plane in planes]
@@ -81,21 +80,25 @@ class KVPool:
         device: torch.device | str = "cpu",
         key_offsets: torch.Tensor | None = None,
         tiled: bool = False,
+        memory: BlockMemory | None = None,
     ) -> None:
-        """`key_offsets` [layers, H, D] and `tiled` are for quantized keys (`KeyTransform`); None subtracts nothing."""
+        """`key_offsets` [layers, H, D] and `tiled` are for quantized keys (`KeyTransform`); None subtracts nothing.
+        `memory` are the blocks if they are not to be allocated."""
         self.spec = spec
         layout, group = spec.layout, spec.group
         # Of keys and of values.
         self.formats = (layout.format.keys, layout.format.values)
-        sides = (layout.keys, layout.values)
-        planes = [plane for side in sides for plane in side if plane is not None]
-        self.memory = BlockMemory(planes, layout.nbytes, len(group.layers), num_blocks, device)
-        self._views = [tuple(_views(self.memory, layer, side) for side in sides) for layer in range(len(group.layers))]
+        self.memory = memory or allocate_blocks(spec, num_blocks, device)
+        self._views = [self._views_of(self.memory, layer) for layer in range(len(group.layers))]
         self.key_transform: KeyTransform | None = None
         if layout.format.keys.quantized:
             if key_offsets is None:
                 key_offsets = torch.zeros(len(group.layers), group.kv_heads, group.head_dim)
             self.key_transform = KeyTransform(key_offsets.to(device), tiled)
+
+    def _views_of(self, memory: BlockMemory, layer: int) -> tuple[Coded, Coded]:
+        layout = self.spec.layout
+        return _views(memory, layer, layout.keys), _views(memory, layer, layout.values)
 
     @property
     def nbytes(self) -> int:
@@ -155,6 +158,43 @@ class KVPool:
             if side.numel():
                 target = side.view(side.shape[0], len(block_ids), -1, side.shape[-1])
                 _gather(views, vectors, block_ids, target)
+
+
+class LayerWindow(KVPool):
+    """A pool of which one layer at a time is there, in memory that `bind` gives: on a device, the window through which
+    it reads blocks that lie in host memory."""
+
+    def __init__(self, pool: KVPool, memory: torch.Tensor) -> None:
+        """Keys are transformed as those of `pool`. `memory` uint8 [num_blocks * record_nbytes] is bound first."""
+        self.spec, self.formats, self.key_transform = pool.spec, pool.formats, pool.key_transform
+        self._bound: dict[tuple[int, int], tuple[BlockMemory, tuple[Coded, Coded]]] = {}
+        self.bind(memory)
+
+    def bind(self, memory: torch.Tensor) -> None:
+        """Lets every layer be the one whose blocks `memory` has, uint8 [num_blocks * record_nbytes]."""
+        key = (memory.data_ptr(), memory.numel())
+        if key not in self._bound:
+            blocks = blocks_in(self.spec, memory)
+            self._bound[key] = blocks, self._views_of(blocks, 0)
+        self.memory, views = self._bound[key]
+        self._views = [views] * len(self.spec.group.layers)
+
+
+def planes_of(spec: KVSpec) -> list[Plane]:
+    """The planes of a record, keys first."""
+    return [plane for side in (spec.layout.keys, spec.layout.values) for plane in side if plane is not None]
+
+
+def allocate_blocks(spec: KVSpec, num_blocks: int, device: torch.device | str) -> BlockMemory:
+    """New blocks of all layers of a group, filled with zeros."""
+    nbytes = num_blocks * spec.block_nbytes
+    memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    return BlockMemory(planes_of(spec), len(spec.group.layers), num_blocks, memory)
+
+
+def blocks_in(spec: KVSpec, memory: torch.Tensor) -> BlockMemory:
+    """The blocks of one layer that `memory` has, uint8 [num_blocks * record_nbytes]."""
+    return BlockMemory(planes_of(spec), 1, memory.numel() // spec.record_nbytes, memory)
 
 
 def take_blocks(plane: torch.Tensor, block_ids: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -30,13 +30,15 @@ from ...quant.kv.format import KVFormat
 from ...quant.matmul.matmul import ParallelMatmul, Workspace, kernel_order, measure_gemv_max_rows
 from ...quant.tensor import TORCH_DTYPES
 from ..attention.blocks import BlockAttention
+from ..attention.cohorts import CohortAttention
 from ..attention.latent import LatentAttention
-from ..attention.protocol import AttentionBackend
+from ..attention.protocol import AttentionBackend, StoreFunction, store_by_torch
 from ..attention.torch_backend import TorchAttention
 from ..engine.engine import Engine, cause_of
 from ..engine.scheduler import PassLimits, Scheduler
 from ..kv.allocator import root_hash
 from ..kv.cache import KVCache, ParkingMemory
+from ..kv.host import CohortCache, CohortMemory, HostKV
 from ..kv.pool import KVPool
 from ..kv.spec import KVSpec, StateSpec, state_format
 from ..kv.states import StatePool
@@ -60,7 +62,19 @@ from ..model.weights_seam import (
 from ..plan.candidate import CPU_SAMPLER_NBYTES, GRAPH_ROWS, GRAPH_SIZES, SAMPLER_NBYTES
 from ..plan.fallback import FallbackPolicy
 from ..plan.kernels import FUSED_DECODER, FUSED_LAYERS, GRAPHS, SEAMS, Kernels, product_kernels
-from ..plan.memory_ledger import FUSED, KV_CACHE, PARKED, RINGS, STAGED, STATES, WEIGHTS, WORKSPACE, MemoryLedger
+from ..plan.memory_ledger import (
+    FUSED,
+    HOST_KV,
+    KV_CACHE,
+    PARKED,
+    RINGS,
+    STAGED,
+    STATES,
+    WEIGHTS,
+    WINDOWS,
+    WORKSPACE,
+    MemoryLedger,
+)
 from ..plan.placement import LOADING_NBYTES, Plan
 from ..plan.planner import PlanResult
 from ..sampling.sampler import DrawRows, Sampler
@@ -155,6 +169,12 @@ def make_compute(shape: ModelShape, plan: Plan, torch_device: torch.device) -> P
 
 def make_attention(cache: KVCache, plan: Plan, device: Device | None) -> AttentionBackend:
     """The attention backend that the plan names; without a device Triton's kernels run in its interpreter."""
+    if isinstance(cache, CohortCache):
+        return CohortAttention(cache, cache.host_kv, lambda one: _attention_over(one, plan, device))
+    return _attention_over(cache, plan, device)
+
+
+def _attention_over(cache: KVCache, plan: Plan, device: Device | None) -> AttentionBackend:
     torch_device = device.torch_device if device else torch.device("cpu")
     dtype, tiled = TORCH_DTYPES[plan.dtype], plan.deterministic
     native = plan.attention == "native"
@@ -173,6 +193,15 @@ def make_attention(cache: KVCache, plan: Plan, device: Device | None) -> Attenti
     return TritonAttention(cache, dtype, tiled, gpu, torch_device, plan.stores_by_kernel)
 
 
+def _store_function(plan: Plan) -> StoreFunction:
+    """What writes keys and values into blocks on the device."""
+    if plan.stores_by_kernel:
+        from ..attention.triton_backend import store_by_kernel
+
+        return store_by_kernel
+    return store_by_torch
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
     """An engine with its model, its weights and the device that computes, which is None on a CPU.
@@ -187,6 +216,7 @@ class LoadedEngine:
     streamed: StreamedWeights
     parking: ParkingMemory
     ledger: MemoryLedger
+    host_kv: HostKV | None = None
     device: Device | None = None
     key_offsets: KeyOffsets | None = None
     loss: Mapping[str, float] = field(default_factory=dict)
@@ -203,6 +233,8 @@ class LoadedEngine:
         """Resets the counters of passes and of streamed bytes, so that they count what comes now."""
         self.engine.start_counting()
         self.streamed.start_counting()
+        if self.host_kv is not None:
+            self.host_kv.start_counting()
         for reader in row_readers(self.model.model):
             reader.counts = RowCounts()
 
@@ -218,6 +250,8 @@ class LoadedEngine:
             reader.close()
         self.streamed.close()
         self.parking.close()
+        if self.host_kv is not None:
+            self.host_kv.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +322,11 @@ class Loading:
         if device is not None:
             move_resident(self.model, device.torch_device)
         with ExitStack() as opened:
+            cohorts = None
+            if self.plan.host_kv is not None and device is not None:
+                # Before weights, which can do without being page-locked.
+                cohorts = CohortMemory(self.plan.host_kv, device)
+                opened.callback(cohorts.close)
             streamed = StreamedWeights(self.memory, self.plan, layers, store, stream)
             opened.callback(streamed.close)
             install_head(self.model, self.shards.head, streamed.head_shard, self.compute)
@@ -308,7 +347,10 @@ class Loading:
             specs = [KVSpec(group, self.plan.kv, self.plan.kv_block) for group in self.source.shape.kv_groups]
             parking = ParkingMemory(specs, self.plan.parked_blocks, device)
             opened.callback(parking.close)
-            cache = _cache(self.source.shape, specs, self.plan, self.torch_device, offsets, parking, pool)
+            cache = self._cache(specs, offsets, parking, pool, cohorts)
+            host_kv = cache.host_kv if isinstance(cache, CohortCache) else None
+            if host_kv is not None:
+                opened.callback(host_kv.close)
             packed.attention = make_attention(cache, self.plan, device)
             if device is not None:
                 warm_up_products(layers, self.shards.head, self.compute, TORCH_DTYPES[self.plan.dtype], device)
@@ -326,7 +368,39 @@ class Loading:
         ledger = self._ledger(streamed, cache, parking)
         if self.plan.fused_nbytes:
             ledger.record(ledger.computing.tier, FUSED, buffers_nbytes(fused))
-        return LoadedEngine(engine, packed, self.shards, streamed, parking, ledger, device, offsets, fused=fused)
+        if host_kv is not None:
+            ledger.record("device", WINDOWS, host_kv.device_nbytes)
+            ledger.record("host", HOST_KV, host_kv.host_nbytes)
+        return LoadedEngine(engine, packed, self.shards, streamed, parking, ledger, host_kv, device, offsets, fused=fused)
+
+    def _cache(
+        self,
+        specs: list[KVSpec],
+        offsets: KeyOffsets | None,
+        parking: ParkingMemory,
+        states: StatePool | None,
+        cohorts: CohortMemory | None,
+    ) -> KVCache:
+        plan = self.plan
+        pools = [
+            KVPool(
+                spec,
+                count,
+                self.torch_device,
+                None if offsets is None or spec.group.is_index else offsets.of(spec.group),
+                plan.deterministic,
+            )
+            for spec, count in zip(specs, plan.kv_blocks, strict=True)
+        ]
+        # One cache serves one model: keys and values depend on tokens and on these settings alone.
+        formats = (plan.dtype, plan.quant, plan.kv, plan.kv_block, plan.compute)
+        root = root_hash((self.source.shape, *formats, plan.deterministic, offsets and offsets.digest))
+        device = self.memory.device
+        if cohorts is not None and plan.host_kv is not None and device is not None:
+            host_kv = HostKV(pools, plan.host_kv, cohorts, device, _store_function(plan))
+            return CohortCache(pools, host_kv, plan.host_kv.count, root=root, states=states)
+        parked = parking.slots if any(plan.parked_blocks) else None
+        return KVCache(pools, root=root, host_slots=parked, states=states)
 
     def _draw_rows(self) -> DrawRows | None:
         if not self.plan.draws_by_kernel:
@@ -403,32 +477,6 @@ def _key_offsets(
         return None
     offsets = given or (None if store is None or plan.staging is not None else kept(store, source.shape))
     return offsets or measure(model, fixed_token_ids(source.folder))
-
-
-def _cache(
-    shape: ModelShape,
-    specs: list[KVSpec],
-    plan: Plan,
-    torch_device: torch.device,
-    offsets: KeyOffsets | None,
-    parking: ParkingMemory,
-    states: StatePool | None,
-) -> KVCache:
-    pools = [
-        KVPool(
-            spec,
-            count,
-            torch_device,
-            None if offsets is None or spec.group.is_index else offsets.of(spec.group),
-            plan.deterministic,
-        )
-        for spec, count in zip(specs, plan.kv_blocks, strict=True)
-    ]
-    # One cache serves one model: keys and values depend on tokens and on these settings alone.
-    formats = (plan.dtype, plan.quant, plan.kv, plan.kv_block, plan.compute)
-    settings = (shape, *formats, plan.deterministic, offsets and offsets.digest)
-    parked = parking.slots if any(plan.parked_blocks) else None
-    return KVCache(pools, root=root_hash(settings), host_slots=parked, states=states)
 
 
 def _state_pool(

@@ -23,6 +23,7 @@ OPTIONS = {"device": "--gpu-mem", "host": "--ram", "disk": "--disk"}
 WEIGHTS, RINGS, KV_CACHE = "weights held", "rings of streamed weights", "KV cache"
 STAGED, PARKED, WORKSPACE = "weights staged for the device", "parked blocks", "scratch of products"
 STATES, FUSED, GRAPHS = "states of recurrent layers", "buffers of fused layers", "CUDA graphs"
+HOST_KV, WINDOWS = "KV cache in host memory", "windows to KV in host memory"
 TOKENIZER = "tokenizing a prompt"
 # What malloc keeps of what loading and passes freed (offload/memory.py); a bound.
 KEPT = "kept for the next pass"
@@ -137,6 +138,7 @@ def _computing(plan: Plan, process: str) -> dict[str, Arena]:
         **fused,
         **graphs,
         KV_CACHE: Arena(plan.kv_nbytes),
+        **({WINDOWS: Arena(plan.host_kv.device_nbytes)} if plan.host_kv else {}),
         **states,
         WEIGHTS: Arena(plan.held_nbytes),
         RINGS: Arena(plan.placement.ring_nbytes),
@@ -158,6 +160,7 @@ def _staging(plan: Plan, shape: ModelShape) -> dict[str, Arena]:
         STAGED: Arena(plan.staging.staged_nbytes),
         RINGS: Arena(plan.staging.placement.ring_nbytes),
         PARKED: Arena(parked),
+        **({HOST_KV: Arena(plan.host_kv.host_nbytes)} if plan.host_kv else {}),
     }
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from ...offload.budget import GIB
 from ...offload.memory import KEPT_NBYTES
 from ...offload.typed_json import read_as
+from ..kv.cohorts import CohortSizes
 from ..settings.errors import DoesNotFit
 from ..settings.settings import MIB, MemoryBudget
 from ..shape.model_shape import ModelShape
@@ -123,6 +124,7 @@ class Plan:
 
     - `kv_blocks` is by layer group, enough for `kv_sequences` at their longest. `kv_tokens` is the longest sequence
       that is ever started.
+    - `host_kv` are cohorts of sequences whose keys and values lie in host memory and cross the link in every pass.
     - `parked_blocks`, by group too, hold preempted sequences in host memory; where there are none, preempted sequences
       are computed again. Without a device there are none, because the cache is in host memory itself, and blocks do
       more good there.
@@ -188,6 +190,7 @@ class Plan:
     lacks: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     staging: HostStaging | None = None
+    host_kv: CohortSizes | None = None
 
     @property
     def streams(self) -> bool:
@@ -207,7 +210,7 @@ class Plan:
         # Needed before any pass: the process or the device's context, and small parameters.
         fixed = self.process_nbytes + self.resident_nbytes
         passes = self.scratch_nbytes + self.kept_nbytes + (0 if self.budget.device else self.encoder_nbytes)
-        sequences = self.kv_nbytes + self.states_nbytes
+        sequences = self.kv_nbytes + self.states_nbytes + (self.host_kv.device_nbytes if self.host_kv else 0)
         weights = self.held_nbytes + self.placement.ring_nbytes
         return fixed + passes + self.fused_nbytes + self.graphs_nbytes + sequences + weights
 

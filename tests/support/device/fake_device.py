@@ -123,7 +123,7 @@ class FakeDevice(TorchFunctionMode):
             return self._pinned(result)
         if self.recording is not None and on_device and name not in _NO_LAUNCH:
             self._record(func, name, args, kwargs, result)
-        if on_device and self._streamed_into:
+        if on_device and self._streamed_into and name not in _NO_LAUNCH:
             self._look_again(on_device, result)
         if self._is_here(asked) or (on_device and asked is None):
             result = self._mark(result, fresh=name in _UNWRITTEN)
@@ -369,6 +369,7 @@ _OF_TORCH_CUDA = (
 )  # fmt: skip
 _READS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "equal"}
 _NO_LAUNCH = {"__get__", "__getitem__", "view", "flatten", "narrow", "data_ptr", "untyped_storage", "is_contiguous"}
+_NO_LAUNCH |= {"numel", "size", "stride", "element_size", "storage_offset", "transpose", "unsqueeze", "expand", "__len__", "dim"}
 _PRODUCTS = {"mm", "bmm", "matmul", "__matmul__", "__rmatmul__", "linear", "addmm", "baddbmm", "mv", "einsum"}
 _UNWRITTEN = {"empty", "new_empty", "empty_like", "empty_strided"}
 _ANSWERS: dict[Any, Callable[[FakeDevice], Any]] = {

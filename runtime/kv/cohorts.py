@@ -1,0 +1,60 @@
+"""The sizes of cohorts of sequences whose keys and values lie in host memory (host.py). Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from .spec import KVSpec
+
+# Bytes of one layer of a cohort that copies and launches are small against, and of which few fit in a device.
+LAYER_NBYTES = 24 << 20
+# Layers of cohorts on a device at a time: one is attended to, the next ones arrive.
+WINDOWS = 3
+# Layers whose new tokens may be on their way down at a time.
+STAGINGS = 4
+_ALIGNMENT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class CohortSizes:
+    """`count` cohorts of `blocks`, by layer group, together `nbytes` of host memory for `sequences` at their longest.
+
+    The device has a ring of `window_nbytes` for layers that arrive, and `staging_nbytes` for the new tokens of a layer
+    in a pass, of which the host has several.
+    """
+
+    count: int
+    sequences: int
+    blocks: tuple[int, ...]
+    nbytes: int
+    window_nbytes: int
+    staging_nbytes: int
+
+    @classmethod
+    def of(
+        cls, specs: Sequence[KVSpec], count: int, sequences: int, blocks: tuple[int, ...], tokens_per_pass: int
+    ) -> Self:
+        """`count` cohorts of `blocks`, in passes of `tokens_per_pass`."""
+        pairs = list(zip(specs, blocks, strict=True))
+        layers = [number * spec.record_nbytes for spec, number in pairs]
+        window = WINDOWS * max(-(-nbytes // _ALIGNMENT) * _ALIGNMENT for nbytes in layers)
+        staging = max(spec.blocks_for(tokens_per_pass) * spec.record_nbytes for spec in specs)
+        nbytes = count * sum(number * spec.block_nbytes for spec, number in pairs)
+        return cls(count, sequences, blocks, nbytes, window, staging)
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of host memory, all page-locked."""
+        return self.nbytes + STAGINGS * self.staging_nbytes
+
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes of the device."""
+        return self.window_nbytes + self.staging_nbytes
+
+    @property
+    def cohort_nbytes(self) -> int:
+        """Bytes that cross the link for a cohort in a pass."""
+        return self.nbytes // self.count
