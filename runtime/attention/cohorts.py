@@ -46,12 +46,12 @@ class CohortAttention:
             self._begin(batch)
         at, results = self._cache.layer_indices[call.layer], []
         for part in self._parts:
-            rows = (each[part.rows] for each in (q, k, v))
+            of_part = q[part.rows], k[part.rows], v[part.rows]
             if part.cohort == 0:
-                results.append(self.device.attend(call, *rows, part.batch))
+                results.append(self.device.attend(call, *of_part, part.batch))
             else:
                 with self._host.window(part.cohort, at):
-                    results.append(self._windows.attend(call, *rows, part.batch))
+                    results.append(self._windows.attend(call, *of_part, part.batch))
         if self._slots:
             behind = slice(len(k) - len(self._slots[at.group].cohorts), None)
             self._host.write(at, self._slots[at.group], k[behind], v[behind])

@@ -216,9 +216,7 @@ class Scheduler:
             return
         least = min(wanted, self.limits.cut)
         while (free_tokens := self.cache.headroom(sequence.table)) < least:
-            youngest = next(
-                each for each in reversed(self.running) if each.table.cohort == sequence.table.cohort
-            )
+            youngest = next(each for each in reversed(self.running) if each.table.cohort == sequence.table.cohort)
             if self.cache.move(youngest.table):
                 continue
             self.preempt(youngest)

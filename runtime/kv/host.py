@@ -43,10 +43,9 @@ class CohortMemory:
         self.buffers = [HostMemory(sizes.staging_nbytes) for _ in range(STAGINGS)]
         # A copy down writes to one registration.
         self._pinned = [memory.pin(device) for memory in (*self.buffers, self.slab)]
-        self.pinned = self._pinned[-1]
-        whole = [len(list(each.pieces(0, memory.nbytes))) == 1 for each, memory in zip(self._pinned, self.buffers)]
+        *staged, self.pinned = self._pinned
         locked = sum(pinned.nbytes for pinned in self._pinned)
-        if locked < self.nbytes or not all(whole):
+        if locked < self.nbytes or any(len(list(each.pieces(0, sizes.staging_nbytes))) > 1 for each in staged):
             self.close()
             raise MemoryError(f"out of memory: {locked:,} of {self.nbytes:,} bytes of keys and values page-locked")
 
@@ -82,8 +81,8 @@ class HostBlocks(BlockMemory):
 
 
 class TokenSlots(NamedTuple):
-    """Where the host's tokens of a pass belong in one layer group, int64 [n] each: their cohorts, counted from 0, blocks
-    and offsets."""
+    """Where the host's tokens of a pass belong in one layer group, int64 [n] each: cohorts, counted from 0, blocks and
+    offsets."""
 
     cohorts: torch.Tensor
     block_ids: torch.Tensor

@@ -322,11 +322,7 @@ class Loading:
         if device is not None:
             move_resident(self.model, device.torch_device)
         with ExitStack() as opened:
-            cohorts = None
-            if self.plan.host_kv is not None and device is not None:
-                # Before weights, which can do without being page-locked.
-                cohorts = CohortMemory(self.plan.host_kv, device)
-                opened.callback(cohorts.close)
+            cohorts = self._cohorts(opened)
             streamed = StreamedWeights(self.memory, self.plan, layers, store, stream)
             opened.callback(streamed.close)
             install_head(self.model, self.shards.head, streamed.head_shard, self.compute)
@@ -348,9 +344,6 @@ class Loading:
             parking = ParkingMemory(specs, self.plan.parked_blocks, device)
             opened.callback(parking.close)
             cache = self._cache(specs, offsets, parking, pool, cohorts)
-            host_kv = cache.host_kv if isinstance(cache, CohortCache) else None
-            if host_kv is not None:
-                opened.callback(host_kv.close)
             packed.attention = make_attention(cache, self.plan, device)
             if device is not None:
                 warm_up_products(layers, self.shards.head, self.compute, TORCH_DTYPES[self.plan.dtype], device)
@@ -365,13 +358,11 @@ class Loading:
                 sampler = Sampler(SAMPLER_NBYTES, self._draw_rows())
             engine = Engine(packed, Scheduler(_limits(self.plan), cache), sampler, free)
             opened.pop_all()
-        ledger = self._ledger(streamed, cache, parking)
-        if self.plan.fused_nbytes:
-            ledger.record(ledger.computing.tier, FUSED, buffers_nbytes(fused))
-        if host_kv is not None:
-            ledger.record("device", WINDOWS, host_kv.device_nbytes)
-            ledger.record("host", HOST_KV, host_kv.host_nbytes)
-        return LoadedEngine(engine, packed, self.shards, streamed, parking, ledger, host_kv, device, offsets, fused=fused)
+        ledger = self._ledger(streamed, cache, parking, fused)
+        host_kv = cache.host_kv if isinstance(cache, CohortCache) else None
+        return LoadedEngine(
+            engine, packed, self.shards, streamed, parking, ledger, host_kv, device, offsets, fused=fused
+        )
 
     def _cache(
         self,
@@ -419,7 +410,17 @@ class Loading:
         model.use(fused_executor(model, fused, len(layers), vocab, compute, cache))
         return fused
 
-    def _ledger(self, streamed: StreamedWeights, cache: KVCache, parking: ParkingMemory) -> MemoryLedger:
+    def _cohorts(self, opened: ExitStack) -> CohortMemory | None:
+        """Allocated before weights are staged, which can do without being page-locked."""
+        if self.plan.host_kv is None or self.memory.device is None:
+            return None
+        cohorts = CohortMemory(self.plan.host_kv, self.memory.device)
+        opened.callback(cohorts.close)
+        return cohorts
+
+    def _ledger(
+        self, streamed: StreamedWeights, cache: KVCache, parking: ParkingMemory, fused: Sequence[FusedLayer]
+    ) -> MemoryLedger:
         """The bytes that were planned, and those that were allocated for every arena."""
         device = self.memory.device
         ledger = MemoryLedger.of(self.plan, self.source.shape, None if device is None else lambda: device.peak)
@@ -430,6 +431,11 @@ class Loading:
         ledger.record(computing, KV_CACHE, sum(pool.nbytes for pool in cache.pools))
         if cache.states is not None:
             ledger.record(computing, STATES, cache.states.nbytes)
+        if self.plan.fused_nbytes:
+            ledger.record(computing, FUSED, buffers_nbytes(fused))
+        if isinstance(cache, CohortCache):
+            ledger.record(computing, WINDOWS, cache.host_kv.device_nbytes)
+            ledger.record("host", HOST_KV, cache.host_kv.host_nbytes)
         if self.plan.staging is not None:
             # The host memory that serves a device.
             ledger.record("host", STAGED, self.memory.slab.nbytes)

@@ -54,8 +54,9 @@ from ..attention.latent import LatentAttention
 from ..attention.selftest import DECODE, EXTEND, HeadCase, heads_of, wrong_attention, wrong_store
 from ..attention.torch_backend import TorchAttention
 from ..kv.spec import BLOCK_TOKENS
+from ..plan.notes import dtype_notes
 from ..plan.placement import Plan
-from ..plan.planner import choose_dtype, dtype_notes
+from ..plan.planner import choose_dtype
 from ..settings.errors import WrongNumbers
 from ..settings.stages import stage
 from ..shape.model_shape import KVGroup, ModelShape

@@ -5,6 +5,7 @@ A pass costs seconds of every resource; a job is a few kinds of passes. `CostMod
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,14 +16,16 @@ from ...moe.expected_rows import padded_rows, wanted_by
 from ...offload.machine.profile import ATTENTION, DRAWING, HEADS, LATENTS, TOGETHER
 from ...quant.formats.format import CODE_BITS, get_format
 from ...quant.kernels.tuning import GROUPED_ROWS
+from ..kv.cohorts import CohortSizes
 from ..kv.spec import KVSpec
 from ..settings.settings import DeviceBudget
 from ..shape.model_shape import ExpertsShape, Matrix, ModelShape
 from ..shape.shards import ModelShards, model_shards
 from .candidate import GRAPH_ROWS, Candidate, WeightFootprint, fuses, may_fuse
+from .hosting import Room
 from .loading_cost import LoadingCost, Prepared, least_loading_s, loading_cost
 from .placement import DEEP_RING_EXPERTS, Placement, Plan, Workload, largest_expert
-from .presets import SHARED_HEADS, beside_layers_s, head_size, layer_share, small_kernels_s
+from .presets import SHARED_HEADS, beside_layers_s, head_size, host_kv_s, layer_share, small_kernels_s
 from .rates import INTEGERS, WIDE, Curve, Rates
 
 # Bytes that a layer moves on a device for each number of the hidden states, beside its products: some 25 times.
@@ -137,9 +140,12 @@ class _PassCosts:
         self._link = None if staging is None else _Streamed(model, plan.placement)
         # On a device it was not measured.
         self._unhidden = _unhidden_share(model.shards, plan.placement) if staging is None else 0.0
-        self._link_s = 1 / rates.link_bytes_s
+        self._host_kv = _HostKV(plan.host_kv, plan.kv_blocks, plan.max_sequences, len(model.shape.layers))
+        self._link_s = self._kv_s = 1 / rates.link_bytes_s
         if staging is not None and rates.pin_nbytes is not None:
-            copied = 1 - min(1.0, rates.pin_nbytes / max(1, staging.staged_nbytes))
+            # Keys and values are page-locked before weights are.
+            pins = rates.pin_nbytes - (plan.host_kv.host_nbytes if plan.host_kv else 0)
+            copied = 1 - min(1.0, pins / max(1, staging.staged_nbytes))
             self._link_s += copied * (1 / rates.staged_bytes_s - self._link_s)
 
     def cost(self, load: _PassLoad) -> _PassCost:
@@ -147,8 +153,28 @@ class _PassCosts:
         compute, host = self._computing.seconds(load)
         arriving = (self._link or self._disk).arrivals(load.tokens) * self._rates.overheads.arrival_s
         compute, host = (compute, host + arriving) if self._link else (compute + arriving, host)
-        disk_s, link_s = disk / self._rates.disk_bytes_s, link * self._link_s
-        return _PassCost(disk_s, link_s, compute, host, disk, link, self._unhidden)
+        cohorts = self._host_kv.cohorts(load.sequences)
+        keys = cohorts * self._host_kv.cohort_nbytes
+        disk_s, link_s = disk / self._rates.disk_bytes_s, link * self._link_s + keys * self._kv_s
+        driven, computed = host_kv_s(cohorts, self._host_kv.layers)
+        return _PassCost(disk_s, link_s, compute + computed, host + driven, disk, link + keys, self._unhidden)
+
+
+class _HostKV:
+    """Cohorts in host memory that passes read: those that sequences need which the device has no blocks for."""
+
+    def __init__(self, sizes: CohortSizes | None, blocks: Sequence[int], most: float, layers: int) -> None:
+        """The device has `blocks`; `most` sequences fill these and all cohorts."""
+        self._sizes, self._here, self._most, self.layers = sizes, blocks[0], most, layers
+        self.cohort_nbytes = sizes.cohort_nbytes if sizes else 0
+
+    def cohorts(self, sequences: float) -> int:
+        """The cohorts that `sequences` fill, the last one perhaps in part."""
+        if self._sizes is None:
+            return 0
+        each = self._sizes.blocks[0]
+        used = sequences / self._most * (self._here + self._sizes.count * each)
+        return min(self._sizes.count, math.ceil(max(0.0, used - self._here) / each))
 
 
 def _unhidden_share(shards: ModelShards, placement: Placement) -> float:
@@ -374,7 +400,8 @@ def _predict(model: _ModelWork, plan: Plan, job: Workload, rates: Rates, factors
     costs = _PassCosts(model, plan, rates)
     specs = tuple(KVSpec(group, plan.kv, plan.kv_block) for group in model.shape.kv_groups)
     most = min(plan.max_sequences, plan.tokens_per_pass)
-    live = _live_sequences(specs, plan.kv_blocks, most, job, plan.tokens_per_pass)
+    room = Room(plan.kv_sequences, plan.kv_blocks, 0, plan.host_kv)
+    live = _live_sequences(specs, room.all_blocks, most, job, plan.tokens_per_pass)
     costed = [(passes, costs.cost(load)) for passes, load in _phases(job, live, plan.tokens_per_pass)]
     busy: dict[str, float] = {
         name: sum(passes * _seconds(cost, name, factors) for passes, cost in costed) for name in RESOURCES
@@ -480,13 +507,14 @@ def _bottleneck(cost: _PassCost, factors: Mapping[str, float]) -> Resource:
 
 @dataclass(frozen=True, slots=True)
 class _Passes:
-    """`count` equal passes: seconds that each computes, those of the host thread, and the least share of the weights
-    not held that it reads."""
+    """`count` equal passes of `sequences`: seconds that each computes, those of the host thread, and the least share of
+    the weights not held that it reads."""
 
     count: float
     compute_s: float
     host_s: float
     wanted: float
+    sequences: float
 
 
 class CostModel:
@@ -543,25 +571,31 @@ class CostModel:
         self,
         candidate: Candidate,
         compute: str,
-        blocks: tuple[int, ...],
-        free_nbytes: int,
+        room: Room,
         workload: Workload,
         prepared: Prepared = NOTHING_PREPARED,
     ) -> float:
-        """No plan of the candidate is predicted to take less, with a cache of `blocks` and `free_nbytes` for weights.
+        """No plan of the candidate is predicted to take less, where its sequences have that room.
 
-        At best all of these hold weights and no resource waits for another. Of the other weights every pass reads at
-        least the share that it wants of the experts that are wanted least.
+        At best all bytes that are left hold weights and no resource waits for another. Of the other weights every pass
+        reads at least the share that it wants of the experts that are wanted least.
         """
         weights, rates, factors = candidate.weights, self.rates, self.factors
-        missing = max(0, weights.nbytes - free_nbytes)
+        missing = max(0, weights.nbytes - room.free_nbytes)
         name, rate = ("link", rates.link_bytes_s) if weights.on_device else ("disk", rates.disk_bytes_s)
         moved = missing / rate * factors.get(name, 1.0)
         computed, driven = (factors.get(resource, 1.0) for resource in ("compute", "host"))
         streams = missing > 0 and not weights.on_device
+        host_kv = _HostKV(room.host_kv, room.blocks, candidate.live, 0)
+        kv_s = host_kv.cohort_nbytes / rate * factors.get(name, 1.0)
         generating = sum(
-            each.count * max(each.compute_s * computed, each.host_s * driven, each.wanted * moved)
-            for each in self._passes_of(candidate, compute, blocks, workload, whole=missing == 0)
+            each.count
+            * max(
+                each.compute_s * computed,
+                each.host_s * driven,
+                each.wanted * moved + host_kv.cohorts(each.sequences) * kv_s,
+            )
+            for each in self._passes_of(candidate, compute, room.all_blocks, workload, whole=missing == 0)
         )
         return generating + least_loading_s(weights, streams, rates.loading, rates.disk_bytes_s, prepared)
 
@@ -580,7 +614,7 @@ class CostModel:
             work = self._work(weights.quant, weights.dtype, weights.shards)
             costs = _ComputeCosts(work, formats, self.rates, fused=fused, on_device=weights.on_device, graphs=graphs)
             self._passes[key] = [
-                _Passes(passes, *costs.seconds(load), wanted_by(load.tokens, work.rarest))
+                _Passes(passes, *costs.seconds(load), wanted_by(load.tokens, work.rarest), load.sequences)
                 for passes, load in _phases(workload, live, candidate.tokens_per_pass)
             ]
         return self._passes[key]

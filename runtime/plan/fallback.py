@@ -1,9 +1,10 @@
 """The fallbacks that a job applies, one at a time and in a fixed order, where memory runs out in spite of its plan.
 Torch-free.
 
-1. Prefetch depth: slots for experts in flight, halved down to the least that works. The job waits longer for weights.
-2. Sequences together, halved down to one; in a pass, whose cache stays as it is, its tokens. The job takes more passes.
-3. Blocks of host memory for preempted sequences. The job computes these sequences again.
+1. Keys and values in host memory: cohorts, halved down to none. As many sequences run together as there are blocks for.
+2. Prefetch depth: slots for experts in flight, halved down to the least that works. The job waits longer for weights.
+3. Sequences together, halved down to one; in a pass, whose cache stays as it is, its tokens. The job takes more passes.
+4. Blocks of host memory for preempted sequences. The job computes these sequences again.
 
 No answer depends on them. The result of each step is again a plan, with all of its sizes.
 """
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from ..kv.cohorts import CohortSizes
 from ..kv.spec import KVSpec, StateSpec, state_format
 from ..settings.errors import MemoryGaveOut
 from ..settings.settings import Settings
@@ -25,8 +27,8 @@ from .planner import PlanRequest, SearchSpace
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """The plan had `before` of `what`, and `after` are left: experts in flight, sequences, tokens of a pass, parked
-    blocks. `cause` is what the allocator said."""
+    """The plan had `before` of `what`, and `after` are left: experts in flight, sequences, tokens of a pass, cohorts in
+    host memory, parked blocks. `cause` is what the allocator said."""
 
     what: str
     before: int
@@ -59,7 +61,7 @@ class FallbackPolicy:
 
     def before_passes(self, cause: str) -> None:
         """Applies the next fallback before the model is loaded again. Raises MemoryGaveOut where none is left."""
-        self._step(cause, self._prefetch, self._sequences, self._parked)
+        self._step(cause, self._hosted, self._prefetch, self._sequences, self._parked)
 
     def in_pass(self, cause: str, tokens: int) -> None:
         """Applies the next fallback in a pass of `tokens`; ring and cache keep their size.
@@ -86,6 +88,16 @@ class FallbackPolicy:
             dtype=plan.dtype, quant=plan.quant, kv=plan.kv, deterministic=plan.deterministic, compute=plan.compute
         )
         return SearchSpace(replace(self._request, settings=settings)).for_every_row
+
+    def _hosted(self) -> _Given | None:
+        """First, because page-locked memory is what machines refuse most often."""
+        if (sizes := self.plan.host_kv) is None:
+            return None
+        after = sizes.count // 2
+        each = -(-sizes.sequences // sizes.count)
+        left = CohortSizes.of(self._cache.specs, after, each * after, sizes.blocks, self.plan.tokens_per_pass)
+        plan = replace(self.plan, host_kv=left if after else None)
+        return _Given("cohorts in host memory", sizes.count, after, plan)
 
     def _prefetch(self) -> _Given | None:
         """Afterwards a device's ring and the ring in the host that feeds it have the same size."""

@@ -351,6 +351,7 @@ def stage_for_device(shape: ModelShape, shards: ModelShards, plan: Plan) -> Host
     # Prompts are tokenized once loading is over.
     passing = max(LOADING_NBYTES, plan.encoder_nbytes)
     fixed = budget.device.process_nbytes + resident_nbytes(shape, plan.dtype) + passing
+    fixed += plan.host_kv.host_nbytes if plan.host_kv else 0
     kept = stage(shards, held, budget.host_nbytes - fixed)
     if kept is None:
         rings = minimum(shards)

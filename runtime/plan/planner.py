@@ -10,23 +10,19 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from ...offload.budget import GIB, gib
+from ...offload.budget import GIB, parse_size
 from ...offload.machine.hardware import Hardware
 from ...offload.machine.profile import Machine
 from ...quant.formats.format import QUANT_FORMATS, get_format
-from ...quant.kernels.gpu import Gpu, dotted, interpreted
+from ...quant.kernels.gpu import Gpu, interpreted
 from ...quant.native import library
 from ..attention.choice import AttentionNeeds, choose_attention, stores_by_kernel
 from ..kv.spec import SCAN_CHUNK, KVSpec
 from ..settings.errors import DoesNotFit, SettingError
 from ..settings.settings import MIB, DeviceBudget, MemoryBudget, Settings, encoder_nbytes
 from ..shape.model_shape import ModelShape
-from ..shape.read import OUTER, SMALL
 from ..shape.shards import (
-    BESIDE_KEPT,
-    POPULAR_NBYTES,
     SMALLEST_FORMATS,
-    ModelShards,
     offered_formats,
     settled_format,
     tables_nbytes,
@@ -42,9 +38,11 @@ from .candidate import (
     largest,
 )
 from .cost_model import NOTHING_PREPARED, CostModel, Prediction, used_tokens
+from .hosting import Room, rooms
 from .kernels import missing_kernels
 from .loading_cost import GENERATING, LOADING, Prepared
 from .memory_ledger import MemoryLedger
+from .notes import WORTH, plan_notes
 from .placement import Plan, Workload, choose_placement, device_ring, stage_for_device
 from .speculation import OFF, free_tokens
 
@@ -56,8 +54,6 @@ LEAST_TOKENS, MOST_TOKENS = 64, 8192
 MOST_SEQUENCES = 4096
 # Sequences differ from their mean: this many times the blocks that they use, and few are ever preempted.
 SPARE_BLOCKS = 1.1
-# `auto` takes a less lossy weight format if its time is at most this multiple of the fastest.
-WORTH = 1.5
 # And multiplies without rounding activations up to this one: rounding changes answers, and raises perplexity by up to
 # 0.6 % (docs/quality.md).
 WORTH_ROUNDING = 1.1
@@ -259,18 +255,6 @@ def choose_dtype(wanted: str, checkpoint: str, gpu: Gpu | None) -> str:
     return "fp16" if checkpoint == "bf16" and gpu is not None and not gpu.computes_bf16 else checkpoint
 
 
-def dtype_notes(wanted: str, checkpoint: str, gpu: Gpu | None) -> tuple[str, ...]:
-    """Notes on the dtype on a GPU without tensor cores for bfloat16."""
-    if gpu is None or gpu.computes_bf16:
-        return ()
-    why = f"compute capability {dotted(gpu.capability)} has no tensor cores for bfloat16"
-    if wanted == "bf16":
-        return (f"{why}: --dtype bf16 is several times slower than fp16 on it; --dtype auto takes fp16",)
-    if wanted == "auto" and checkpoint == "bf16":
-        return (f"dtype is fp16: {why}",)
-    return ()
-
-
 def _quants(settings: Settings, shape: ModelShape, dtype: str) -> tuple[str, ...]:
     """The weight formats that the settings leave open, from exact to smallest."""
     open_ones = offered_formats(shape) if settings.quant == "auto" else (settled_format(shape, settings.quant),)
@@ -368,14 +352,14 @@ def budget_range(
 
 @dataclass(frozen=True, slots=True)
 class _Ranked:
-    """A candidate that fits and its arithmetic, with its cache, the seconds that it takes at least, and its `index` in
-    the search."""
+    """A candidate that fits and its arithmetic, with the room of its sequences, the seconds that it takes at least, and
+    its `index` in the search."""
 
     least_seconds: float
     index: int
     candidate: Candidate
     compute: str
-    cached: int
+    room: Room
 
 
 class _Search:
@@ -419,18 +403,27 @@ class _Search:
         return plan.placement.ring_nbytes == 0 and plan.kv_sequences >= plan.max_sequences
 
     def _candidates(self, quant: str, compute: str) -> Iterator[_Ranked]:
-        costs, index = self._request.costs, 0
+        costs, index, budget = self._request.costs, 0, self._request.budget_nbytes
         for tokens in self.space.tokens():
             for live in self.space.sequences(tokens):
                 candidate = self._candidate(quant, tokens, live)
-                cached = self._cached(candidate)
-                blocks = candidate.cache.blocks(cached)
-                free = self._request.budget_nbytes - candidate.fixed - candidate.cache.nbytes_of(blocks)
-                if free < candidate.weights.streaming_nbytes:
+                found = list(rooms(candidate, self._cached(candidate), budget, self._host_kv_nbytes))
+                if not found:
                     break
-                least = costs.least_seconds(candidate, compute, blocks, free, self._request.workload, self._prepared)
-                yield _Ranked(least, index, candidate, compute, cached)
-                index += 1
+                for room in found:
+                    least = costs.least_seconds(candidate, compute, room, self._request.workload, self._prepared)
+                    yield _Ranked(least, index, candidate, compute, room)
+                    index += 1
+
+    @property
+    def _host_kv_nbytes(self) -> int:
+        """The most bytes of host memory that keys and values may take: page-locked, and within the host's budget."""
+        wanted, pins = self._request.settings.host_kv, self._request.costs.rates.pin_nbytes
+        if self._budget.device is None or wanted == "off":
+            return 0
+        most = self._budget.host_nbytes
+        most = most if wanted == "auto" else parse_size(wanted, most, most)
+        return most if pins is None else min(most, pins)
 
     def _has_disk(self, weights: WeightFootprint) -> bool:
         store, granted = weights.copied_nbytes, self._budget.disk_nbytes
@@ -474,7 +467,7 @@ class _Search:
         weights = candidate.weights
         staging = stage_for_device(weights.shape, weights.shards, plan)
         # Where every sequence has its blocks at its longest, none is preempted.
-        waits = plan.kv_sequences < plan.max_sequences and staging.disk_nbytes == 0
+        waits = plan.kv_sequences < plan.max_sequences and staging.disk_nbytes == 0 and plan.host_kv is None
         # A state is not parked, so the sequence is computed again whatever became of its blocks.
         free = staging.free_nbytes if waits and not weights.shape.state_groups else 0
         parked = candidate.cache.parked(plan.kv_blocks, free)
@@ -495,12 +488,12 @@ class _Search:
 
     def _in_computing_tier(self, ranked: _Ranked) -> Plan:
         """The plan, as far as it concerns the tier that computes."""
-        candidate, cached = ranked.candidate, ranked.cached
+        candidate, room = ranked.candidate, ranked.room
         free, shards = self._request.budget_nbytes - candidate.fixed, candidate.weights.shards
         ring = device_ring(shards, free) if candidate.weights.on_device else 0
-        placement = choose_placement(shards, free - candidate.cache.nbytes(cached), ring)
+        placement = choose_placement(shards, room.free_nbytes, ring)
         assert placement is not None, "a candidate leaves the fewest bytes that weights need"
-        weights, specs, blocks = candidate.weights, candidate.cache.specs, candidate.cache.blocks(cached)
+        weights, specs, blocks = candidate.weights, candidate.cache.specs, room.blocks
         shape, settings = weights.shape, self._request.settings
         latent, indexed = (any(getattr(each, kind) for each in shape.kv_groups) for kind in ("is_latent", "is_index"))
         heads = frozenset(group.head_dim for group in shape.kv_groups)
@@ -519,7 +512,7 @@ class _Search:
             deterministic=settings.deterministic,
             kv_block=specs[0].block,
             kv_blocks=blocks,
-            kv_sequences=cached,
+            kv_sequences=room.cached,
             kv_tokens=min(whole, default=shape.context),
             parked_blocks=(0,) * len(blocks),
             tokens_per_pass=candidate.tokens_per_pass,
@@ -530,7 +523,8 @@ class _Search:
             resident_nbytes=weights.resident,
             weights_nbytes=weights.nbytes,
             held_nbytes=placement.held_nbytes(weights.shards),
-            kv_nbytes=candidate.cache.nbytes(cached),
+            kv_nbytes=candidate.cache.nbytes_of(blocks),
+            host_kv=room.host_kv,
             workspace_nbytes=weights.workspace,
             activations_nbytes=candidate.activations,
             slack_nbytes=candidate.slack,
@@ -543,58 +537,5 @@ class _Search:
             stores_by_kernel=stores_by_kernel(settings.attention, attention, needs),
             draws_by_kernel=weights.gpu is not None and not weights.gpu.lacks.sampling,
             lacks=missing_kernels(weights, settings),
-            notes=(
-                *_code_notes(shape),
-                *dtype_notes(settings.dtype, shape.dtype, weights.gpu),
-                *_state_notes(shape, candidate.live),
-                *_table_notes(shape),
-                *_packing_notes(shape, settings.quant, weights.quant),
-                *_shared_notes(shards),
-            ),
+            notes=plan_notes(weights, settings, candidate.live),
         )
-
-
-def _code_notes(shape: ModelShape) -> tuple[str, ...]:
-    if not shape.own_code:
-        return ()
-    return (f"the checkpoint's own code (auto_map) is not run: {shape.model_type} is computed by transformers' class",)
-
-
-def _state_notes(shape: ModelShape, live: int) -> tuple[str, ...]:
-    """What a person should know of recurrent layers."""
-    if not shape.state_groups or live > 1:
-        return ()
-    return ("prefixes are not shared: one sequence at a time keeps no state of recurrent layers where a prefix ends",)
-
-
-def _shared_notes(shards: ModelShards) -> tuple[str, ...]:
-    nbytes = shards.shared_nbytes
-    return (f"{-(-nbytes // MIB)} MiB of blocks that layers share are held once, and never streamed",) if nbytes else ()
-
-
-def _table_notes(shape: ModelShape) -> tuple[str, ...]:
-    """What stays on the disk whatever fits, and what reading it takes."""
-    if not shape.tables:
-        return ()
-    rows, memory = sum(table.per_token for table in shape.tables), len(shape.tables) * POPULAR_NBYTES
-    return (
-        f"{gib(tables_nbytes(shape))} of n-grams stay on the disk: a token looks up {rows} rows, "
-        f"{token_rows_nbytes(shape):,} bytes, of which {memory // MIB} MiB of memory keep the popular ones",
-    )
-
-
-def _packing_notes(shape: ModelShape, wanted: str, quant: str) -> tuple[str, ...]:
-    """Which weights of a quantized checkpoint are packed again, in what, and why."""
-    kept = quant not in QUANT_FORMATS
-    coded = [each for each in shape.stored if each.kept is not None and each.group not in (OUTER, SMALL)]
-    again = [f"{each.group} ({each.format})" for each in coded if not (kept and each.kept)]
-    if not again or quant == "none":
-        return ()
-    why = f"--quant {wanted}"
-    if wanted == "auto":
-        first = offered_formats(shape)[0]
-        why = f"in {first} they do not fit, or take more than {WORTH:g} times as long"
-        if quant == first:
-            why = "no weight format has their codes, and none of those has more bits"
-    made = BESIDE_KEPT if kept else quant
-    return (f"packed again in {made}: {', '.join(again)}; {why}",)

@@ -79,6 +79,11 @@ KERNEL_S, LARGE_KERNELS = 3.1e-6, 7
 DRAW_CLOCKS = 11.3
 # To draw tokens: settings of the rows go up, a kernel draws, tokens come down (tests/device/test_host_cost.py).
 DRAW_LAUNCHES = 3
+# A layer of a cohort in host memory: what attention launches, its copy and the events around it, and Python of the
+# window. And for the layer itself: its new tokens are stored apart, copied and written to their places by the host, 12
+# operations of torch (tests/device/test_host_kv.py).
+COHORT_LAUNCHES, COHORT_CALLS, COHORT_PYTHON_S = 9, 9, SLOWER * 25e-6
+WRITE_LAUNCHES, WRITE_CALLS, WRITE_PYTHON_S = 6, 3, SLOWER * 12 * 10e-6
 # What nobody can count to more than nothing.
 _NOTHING = 1e-12
 OVERHEADS = Overheads(
@@ -94,6 +99,15 @@ OVERHEADS = Overheads(
 def beside_layers_s(sampled: float) -> float:
     """Seconds of the host beside a pass's layers: what every pass starts, and what draws tokens where any are drawn."""
     return (PASS_LAUNCHES + (DRAW_LAUNCHES if sampled else 0)) * LAUNCH_S
+
+
+def host_kv_s(cohorts: float, layers: int) -> tuple[float, float]:
+    """Seconds of the host and of the device beside copies, in a pass that reads so many cohorts."""
+    if not cohorts:
+        return 0.0, 0.0
+    cohort = COHORT_LAUNCHES * LAUNCH_S + COHORT_CALLS * CALL_S + COHORT_PYTHON_S
+    write = WRITE_LAUNCHES * LAUNCH_S + WRITE_CALLS * CALL_S + WRITE_PYTHON_S
+    return layers * (cohorts * cohort + write), layers * (cohorts * COHORT_LAUNCHES + WRITE_LAUNCHES) * KERNEL_S
 
 
 def layer_share(prompts: bool, by_torch: bool, graphs: bool = False) -> float:

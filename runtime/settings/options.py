@@ -160,6 +160,17 @@ class ComputeOptions(PrecisionOptions, total=False):
         ),
     ]
 
+    host_kv: Annotated[
+        str,
+        Option(
+            "Host memory for keys and values beyond a GPU's, which cross its link in every pass: a size, or off.",
+            "auto",
+            panel=Panel.TUNING,
+            key=True,
+            example="8GiB",
+        ),
+    ]
+
 
 class StreamingOptions(TypedDict, total=False):
     """Which experts are read in a pass."""

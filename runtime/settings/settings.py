@@ -23,7 +23,8 @@ class Settings:
 
     `dtype` is the dtype to compute in, `quant` the format of the weights, `kv` that of keys and values. `compute`
     "int8" rounds activations, too, and multiplies as integers, which takes weights in int8 or 4 bits; "float" does not.
-    `speculate` "off" drafts no tokens.
+    `speculate` "off" drafts no tokens. `host_kv` is how much host memory may hold keys and values beyond a device's: a
+    size, which may be a share of the host's budget, or "off".
     """
 
     dtype: str = "auto"
@@ -35,6 +36,7 @@ class Settings:
     compute: str = "auto"
     attention: str = "auto"
     speculate: str = "auto"
+    host_kv: str = "auto"
 
 
 MIB = 1 << 20

@@ -369,7 +369,18 @@ _OF_TORCH_CUDA = (
 )  # fmt: skip
 _READS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "equal"}
 _NO_LAUNCH = {"__get__", "__getitem__", "view", "flatten", "narrow", "data_ptr", "untyped_storage", "is_contiguous"}
-_NO_LAUNCH |= {"numel", "size", "stride", "element_size", "storage_offset", "transpose", "unsqueeze", "expand", "__len__", "dim"}
+_NO_LAUNCH |= {
+    "numel",
+    "size",
+    "stride",
+    "element_size",
+    "storage_offset",
+    "transpose",
+    "unsqueeze",
+    "expand",
+    "__len__",
+    "dim",
+}
 _PRODUCTS = {"mm", "bmm", "matmul", "__matmul__", "__rmatmul__", "linear", "addmm", "baddbmm", "mv", "einsum"}
 _UNWRITTEN = {"empty", "new_empty", "empty_like", "empty_strided"}
 _ANSWERS: dict[Any, Callable[[FakeDevice], Any]] = {

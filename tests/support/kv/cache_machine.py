@@ -31,7 +31,9 @@ class TokenPool:
     def __init__(self, window: int | None, num_blocks: int, block: int = BLOCK) -> None:
         self.spec = KVSpec(KVGroup((0,), 1, 1, window), "fp16", block)
         record = Plane("checksums", "uint8", (4 * block,), 0)
-        self.memory = BlockMemory([record], 1, num_blocks, torch.zeros(num_blocks * self.spec.record_nbytes, dtype=torch.uint8))
+        self.memory = BlockMemory(
+            [record], 1, num_blocks, torch.zeros(num_blocks * self.spec.record_nbytes, dtype=torch.uint8)
+        )
         self.memory.bytes.fill_(0xFF)
         self.nbytes = self.memory.bytes.numel()
         self.checksums = self.memory.plane(0, record).view(torch.int32)
