@@ -14,6 +14,7 @@ from moedge.runtime.settings.settings import Budgets
 from moedge.runtime.source.model_source import open_source
 from support.device import expert_modes, fake_device
 from support.device import host_cost as costs
+from support.device import host_kv as hosted
 from support.device import tiny_engine as tiny
 from support.stream import seeded_bugs
 
@@ -26,6 +27,11 @@ def fakes() -> ModuleType:
 @pytest.fixture(scope="session")
 def host_cost() -> ModuleType:
     return costs
+
+
+@pytest.fixture(scope="session")
+def host_kv() -> ModuleType:
+    return hosted
 
 
 @pytest.fixture(scope="session")
