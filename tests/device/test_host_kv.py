@@ -25,12 +25,12 @@ def check(ran: Any, wanted: Any, there: bool) -> None:
 @pytest.mark.sample("half-qwen3_moe-int8-part", "half-deepseek_v3-fp32-part", "half-gpt_oss-fp32-part")
 @pytest.mark.parametrize("share", [0.0, 1.0], ids=["part", "held"])
 @pytest.mark.parametrize("kv", ["fp32", "int8", "int4", "int8/int4"])
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "gemma3", "deepseek_v3", "qwen3_next", "llama"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "gemma3_text", "deepseek_v3", "qwen3_next", "llama"])
 @pytest.mark.parametrize("where", list(WHERE))
 def test_tokens_are_those_of_a_cache_on_the_device(
     where: str, family: str, kv: str, share: float, case: Any, fakes: ModuleType, host_kv: ModuleType
 ) -> None:
-    """Sinks and windows are gpt_oss's and gemma3's, latents deepseek_v3's, states qwen3_next's."""
+    """Sinks and windows are gpt_oss's and gemma3_text's, latents deepseek_v3's, states qwen3_next's."""
     tiny = host_kv.many(case(family), kv)
     wanted = host_kv.run(tiny, host_kv.hosted(tiny, tiny.plan(None), 6))
     fake = fakes.FakeDevice(seed=len(family))
@@ -69,7 +69,7 @@ def test_sequences_that_find_no_block_move_or_wait(
     wanted = host_kv.run(tiny, host_kv.hosted(tiny, tiny.plan(None), 6))
     fake = fakes.FakeDevice(seed=3)
     plan = tiny.plan(fake.device, 0.0)
-    sizes = (1.3, 2, 1.6) if room == "moved" else (1, 2, 1)
+    sizes = (1, 2, 3) if room == "moved" else (1, 2, 1.4)
     with fake:
         ran = host_kv.run(tiny, host_kv.hosted(tiny, plan, *sizes), fake.device)
     check(ran, wanted, True)
@@ -79,9 +79,7 @@ def test_sequences_that_find_no_block_move_or_wait(
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
-def test_prefixes_are_shared_within_a_cohort(
-    family: str, case: Any, fakes: ModuleType, host_kv: ModuleType
-) -> None:
+def test_prefixes_are_shared_within_a_cohort(family: str, case: Any, fakes: ModuleType, host_kv: ModuleType) -> None:
     tiny = replace(host_kv.many(case(family)), lengths=(17, 21, 14, 13, 18, 15))
     alone = host_kv.run(tiny, host_kv.hosted(tiny, tiny.plan(None), 6), alike=host_kv.ALIKE)
     fake = fakes.FakeDevice(seed=5)
@@ -160,7 +158,7 @@ def test_a_bug_on_the_way_is_found(
     tiny = host_kv.many(case("llama"), "int8" if needs == "offsets" else "fp32")
     wanted = host_kv.run(tiny, host_kv.hosted(tiny, tiny.plan(None), 6))
     plant(monkeypatch)
-    sizes = (1.3, 2, 1.6) if needs == "moves" else (2, 2, 2)
+    sizes = (1, 2, 3) if needs == "moves" else (2, 2, 2)
     for seed in range(6):
         fake = fakes.FakeDevice(seed)
         try:

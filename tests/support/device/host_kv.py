@@ -70,7 +70,11 @@ def hosted(tiny: tiny_engine.Case, plan: Plan, on_device: float, cohorts: int = 
 
 
 def run(
-    tiny: tiny_engine.Case, plan: Plan, device: Any = None, alike: int = 0, loaded_now: Callable[[Any], None] = lambda _: None
+    tiny: tiny_engine.Case,
+    plan: Plan,
+    device: Any = None,
+    alike: int = 0,
+    loaded_now: Callable[[Any], None] = lambda _: None,
 ) -> Hosted:
     """All sequences to their end; the first `alike` tokens of all prompts are the same."""
     prompts = tiny.prompts
@@ -188,7 +192,7 @@ def _buffer_reused(patch: Patch) -> None:
 
     def again(self: Any, *args: Any) -> None:
         write(self, *args)
-        self._buffers.append(self._written[-1].buffer)
+        self._buffers.appendleft(self._written[-1].buffer)
 
     patch.setattr(HostKV, "write", again)
 
@@ -196,6 +200,7 @@ def _buffer_reused(patch: Patch) -> None:
 def _not_waited_for(patch: Patch) -> None:
     """Tokens are taken from their buffer before they have arrived there."""
     write = HostKV.write
+    patch.setattr(host, "STAGINGS", 1)
 
     def unwaited(self: Any, *args: Any) -> None:
         write(self, *args)
@@ -230,6 +235,7 @@ def _rows_of_the_pass(patch: Patch) -> None:
 def _moved_before_it_settled(patch: Patch) -> None:
     """Whole blocks are copied before the last tokens are in them."""
     patch.setattr(HostBlocks, "get", BlockMemory.get)
+    patch.setattr(HostBlocks, "put", lambda self, block_id, content: BlockMemory.put(self, block_id, content.cpu()))
 
 
 def _moved_without_waiting(patch: Patch) -> None:
