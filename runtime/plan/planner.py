@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from ...offload.budget import GIB, parse_size
+from ...offload.budget import GIB
 from ...offload.machine.hardware import Hardware
 from ...offload.machine.profile import Machine
 from ...quant.formats.format import QUANT_FORMATS, get_format
@@ -28,15 +28,7 @@ from ..shape.shards import (
     tables_nbytes,
     token_rows_nbytes,
 )
-from .candidate import (
-    CacheSize,
-    Candidate,
-    WeightFootprint,
-    choose_block,
-    fused_nbytes,
-    fuses,
-    largest,
-)
+from .candidate import CacheSize, Candidate, WeightFootprint, choose_block, fused_nbytes, fuses, largest
 from .cost_model import NOTHING_PREPARED, CostModel, Prediction, used_tokens
 from .hosting import Room, rooms
 from .kernels import missing_kernels
@@ -54,6 +46,10 @@ LEAST_TOKENS, MOST_TOKENS = 64, 8192
 MOST_SEQUENCES = 4096
 # Sequences differ from their mean: this many times the blocks that they use, and few are ever preempted.
 SPARE_BLOCKS = 1.1
+# A plan that streams weights must be faster by this much than one that holds them all, and so must one that streams
+# keys and values: predictions are not better (a recorded job within a tenth, bench/results/gpu.md), and what streams
+# waits for a link or disk that others use too.
+WORTH_STREAMING = 1.05
 # And multiplies without rounding activations up to this one: rounding changes answers, and raises perplexity by up to
 # 0.6 % (docs/quality.md).
 WORTH_ROUNDING = 1.1
@@ -379,15 +375,18 @@ class _Search:
         self.refusal = DoesNotFit("no plan was found")
 
     def best(self, quant: str, compute: str) -> tuple[Plan, Prediction, _Ranked] | None:
-        """The fastest plan in a weight format and arithmetic; of equally fast ones, that with the smaller passes."""
+        """The fastest plan in a weight format and arithmetic, but for WORTH_STREAMING; of equally fast ones, that with
+        the smaller passes."""
         best: tuple[float, int, Plan, Prediction, _Ranked] | None = None
         for each in sorted(self._candidates(quant, compute), key=lambda each: (each.least_seconds, each.index)):
             if best and each.least_seconds * (1 - ROUNDING) > best[0]:
                 break
             if plan := self._plan(each):
                 predicted = self._request.costs.predict(plan, self._request.workload, self._prepared)
-                if best is None or (predicted.total_s, each.index) < best[:2]:
-                    best = predicted.total_s, each.index, plan, predicted, each
+                streams = bool(plan.placement.ring_nbytes) + (plan.host_kv is not None)
+                judged = predicted.total_s * WORTH_STREAMING**streams
+                if best is None or (judged, each.index) < best[:2]:
+                    best = judged, each.index, plan, predicted, each
         return best and best[2:]
 
     def speculating(self, plan: Plan, ranked: _Ranked) -> Plan:
@@ -418,11 +417,10 @@ class _Search:
     @property
     def _host_kv_nbytes(self) -> int:
         """The most bytes of host memory that keys and values may take: page-locked, and within the host's budget."""
-        wanted, pins = self._request.settings.host_kv, self._request.costs.rates.pin_nbytes
-        if self._budget.device is None or wanted == "off":
+        if self._budget.device is None:
             return 0
-        most = self._budget.host_nbytes
-        most = most if wanted == "auto" else parse_size(wanted, most, most)
+        pins = self._request.costs.rates.pin_nbytes
+        most = self._request.settings.host_kv_nbytes(self._budget.host_nbytes)
         return most if pins is None else min(most, pins)
 
     def _has_disk(self, weights: WeightFootprint) -> bool:
