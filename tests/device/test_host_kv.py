@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from moedge.offload.stream.stream import StreamBroken
+from moedge.runtime.plan.cost_model import CostModel, _decoding, _PassCosts
+from moedge.runtime.plan.rates import Rates
 from moedge.runtime.settings.errors import MemoryGaveOut
 
 # By where sequences lie: blocks for so many on the device, and cohorts with room for so many each.
@@ -88,6 +90,38 @@ def test_prefixes_are_shared_within_a_cohort(family: str, case: Any, fakes: Modu
         ran = host_kv.run(tiny, plan, fake.device, alike=host_kv.ALIKE)
     check(ran, alone, True)
     assert ran.prefix_hits > 0
+
+
+def test_a_pass_moves_what_the_plan_says_within_its_memory(case: Any, fakes: ModuleType, host_kv: ModuleType) -> None:
+    """Weights and keys of a pass in which all sequences decode; device memory and page-locked memory at their peaks."""
+    tiny = host_kv.many(case("llama"), "int8")
+    fake = fakes.FakeDevice(seed=6)
+    plan = host_kv.hosted(tiny, tiny.plan(fake.device, 0.0), 2, 2, 2)
+    costs = _PassCosts(CostModel(tiny.source.shape)._work(plan.quant, plan.dtype, None), plan, Rates())
+    planned = costs.cost(_decoding(tiny.job, len(host_kv.LENGTHS))).link_nbytes
+    fake.device.limit(plan.used_nbytes - plan.process_nbytes)
+    # The rings of weights, of which the plan knows, and one of parameters.
+    fake.device.pins.most = plan.host_kv.host_nbytes + plan.staging.staged_nbytes + (8 << 20)
+    moved: list[int] = []
+
+    def counting(loaded: Any) -> None:
+        forward = loaded.model.forward
+
+        def counted(batch: Any) -> torch.Tensor:
+            before = loaded.streamed.nbytes_to_device + loaded.host_kv.nbytes_read
+            logits = forward(batch)
+            cohorts = {chunk.sequence.table.cohort for chunk in batch.chunks}
+            if len(batch.chunks) == len(host_kv.LENGTHS) == batch.num_tokens and len(cohorts) == 3:
+                moved.append(loaded.streamed.nbytes_to_device + loaded.host_kv.nbytes_read - before)
+            return logits
+
+        object.__setattr__(loaded.model, "forward", counted)
+
+    with fake:
+        host_kv.run(tiny, plan, fake.device, loaded_now=counting)
+    assert moved
+    assert set(moved) == {planned}
+    assert fake.device.peak <= plan.used_nbytes
 
 
 @pytest.mark.slow

@@ -47,6 +47,17 @@ QWEN3_30B = {
     "moe_intermediate_size": 768, "intermediate_size": 6144, "vocab_size": 151936, "max_position_embeddings": 40960,
     "tie_word_embeddings": False, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
+QWEN3_235B = QWEN3_30B | {
+    "hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64, "moe_intermediate_size": 1536,
+    "intermediate_size": 12288,
+}  # fmt: skip
+GLM_4_5_AIR = {
+    "model_type": "glm4_moe", "hidden_size": 4096, "num_hidden_layers": 46, "num_attention_heads": 96,
+    "num_key_value_heads": 8, "head_dim": 128, "n_routed_experts": 128, "num_experts_per_tok": 8, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "moe_intermediate_size": 1408, "intermediate_size": 10944, "vocab_size": 151552,
+    "max_position_embeddings": 131072, "tie_word_embeddings": False, "attention_bias": True, "partial_rotary_factor": 0.5,
+    "use_qk_norm": False,
+}  # fmt: skip
 MIXTRAL = {
     "model_type": "mixtral", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
     "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 14336,
@@ -102,6 +113,8 @@ CONFIGS = {
     "gpt-oss-120b": GPT_OSS_120B,
     "Qwen3-Next-80B-A3B": QWEN3_NEXT,
 }
+# Larger than the memory of a machine that has a small card.
+LARGE_CONFIGS = {"Qwen3-235B-A22B": QWEN3_235B, "GLM-4.5-Air": GLM_4_5_AIR}
 LATENT_CONFIGS = {"DeepSeek-V2-Lite": DEEPSEEK_V2_LITE, "DeepSeek-V3": DEEPSEEK_V3, "GLM-4.7-Flash": GLM_4_7_FLASH}
 
 
@@ -138,12 +151,12 @@ QUANTIZATION: dict[str, dict[str, object]] = {
 def known_shape(name: str, **changes: object) -> ModelShape:
     """As it is worked out from the config, in bfloat16; `changes` replace fields of the config."""
     with TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps((CONFIGS | LATENT_CONFIGS)[name] | changes))
+        Path(folder, "config.json").write_text(json.dumps((CONFIGS | LATENT_CONFIGS | LARGE_CONFIGS)[name] | changes))
         return shape_of_config(ModelConfig.read(Path(folder)))
 
 
 def published_shape(name: str) -> ModelShape:
     """The same with its weights as they are published: quantized, where `QUANTIZATION` says so."""
-    model = next(each for each in sorted(CONFIGS | LATENT_CONFIGS, key=len, reverse=True) if name.startswith(each))
+    model = next(each for each in sorted(CONFIGS | LATENT_CONFIGS | LARGE_CONFIGS, key=len, reverse=True) if name.startswith(each))
     quantization = QUANTIZATION.get(name)
     return known_shape(model, quantization_config=quantization) if quantization else known_shape(model)

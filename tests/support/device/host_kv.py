@@ -61,6 +61,7 @@ def hosted(tiny: tiny_engine.Case, plan: Plan, on_device: float, cohorts: int = 
         plan,
         kv_block=BLOCK,
         kv_blocks=blocks(on_device),
+        kv_nbytes=sum(count * spec.block_nbytes for count, spec in zip(blocks(on_device), specs, strict=True)),
         kv_sequences=max(1, round(on_device)),
         max_sequences=len(LENGTHS),
         host_kv=sizes if cohorts else None,
