@@ -148,6 +148,8 @@ COLOURS = {
     "rings of streamed weights": "green",
     "store of weights": "green",
     "KV cache": _KEPT,
+    "KV cache in host memory": _KEPT,
+    "windows to KV in host memory": _KEPT,
     "states of recurrent layers": _KEPT,
     "parked blocks": _KEPT,
     "process": _FIXED,

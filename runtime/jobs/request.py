@@ -335,7 +335,7 @@ EQUAL_ROWS = {name: option.default for name, option in options_of(WorkloadOption
 
 
 def settings_of(options: Mapping[str, Any]) -> Settings:
-    """Those of the options that say how a model is computed."""
+    """Those of the options that say how a model is computed. Raises BadSize."""
     return Settings(**{name: options[name] for name in Settings.__dataclass_fields__ if name in options})
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from ...offload.budget import GIB, parse_size
+from ...offload.budget import GIB
 from ...offload.machine.hardware import Hardware
 from ...offload.machine.profile import Machine
 from ...quant.formats.format import QUANT_FORMATS, get_format
@@ -418,11 +418,10 @@ class _Search:
     @property
     def _host_kv_nbytes(self) -> int:
         """The most bytes of host memory that keys and values may take: page-locked, and within the host's budget."""
-        wanted, pins = self._request.settings.host_kv, self._request.costs.rates.pin_nbytes
-        if self._budget.device is None or wanted == "off":
+        if self._budget.device is None:
             return 0
-        most = self._budget.host_nbytes
-        most = most if wanted == "auto" else parse_size(wanted, most, most)
+        pins = self._request.costs.rates.pin_nbytes
+        most = self._request.settings.host_kv_nbytes(self._budget.host_nbytes)
         return most if pins is None else min(most, pins)
 
     def _has_disk(self, weights: WeightFootprint) -> bool:

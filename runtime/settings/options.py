@@ -159,15 +159,14 @@ class ComputeOptions(PrecisionOptions, total=False):
             file_only=True,
         ),
     ]
-
     host_kv: Annotated[
         str,
         Option(
-            "Host memory for keys and values beyond a GPU's, which cross its link in every pass: a size, or off.",
+            "Most RAM for keys and values of more sequences than the GPU has memory for: 8GiB, 50% of --ram, auto, off.",
             "auto",
             panel=Panel.TUNING,
+            metavar="SIZE|off",
             key=True,
-            example="8GiB",
         ),
     ]
 

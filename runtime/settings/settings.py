@@ -24,7 +24,7 @@ class Settings:
     `dtype` is the dtype to compute in, `quant` the format of the weights, `kv` that of keys and values. `compute`
     "int8" rounds activations, too, and multiplies as integers, which takes weights in int8 or 4 bits; "float" does not.
     `speculate` "off" drafts no tokens. `host_kv` is how much host memory may hold keys and values beyond a device's: a
-    size, which may be a share of the host's budget, or "off".
+    size, which may be a share of the host's budget, or "off". Raises BadSize for anything else.
     """
 
     dtype: str = "auto"
@@ -37,6 +37,18 @@ class Settings:
     attention: str = "auto"
     speculate: str = "auto"
     host_kv: str = "auto"
+
+    def __post_init__(self) -> None:
+        self.host_kv_nbytes(1 << 62)
+
+    def host_kv_nbytes(self, host_nbytes: int) -> int:
+        """Bytes of a host's budget that keys and values may take; `auto` is all of it."""
+        if self.host_kv == "off":
+            return 0
+        try:
+            return parse_size(self.host_kv, host_nbytes, host_nbytes, lambda available: available)
+        except BadSize as error:
+            raise BadSize(f"--host-kv takes a size or off: {error}") from None
 
 
 MIB = 1 << 20
