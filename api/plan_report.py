@@ -148,6 +148,8 @@ COLOURS = {
     "rings of streamed weights": "green",
     "store of weights": "green",
     "KV cache": _KEPT,
+    "KV cache in host memory": _KEPT,
+    "windows to KV in host memory": _KEPT,
     "states of recurrent layers": _KEPT,
     "parked blocks": _KEPT,
     "process": _FIXED,
@@ -203,6 +205,7 @@ def _head(found: Mapping[str, Any]) -> Iterator[str]:
         f"{counted(plan['max_sequences'], 'sequence')} per batch, {plan['tokens_per_pass']:,} tokens per pass; "
         f"{_held(found)}"
     )
+    yield from _host_kv(found)
     yield f"to compute: {Kernels(**found['kernels'])}"
     if plan["free_tokens"]:
         yield f"drafts tokens that repeat a text: passes of up to {plan['free_tokens'][-1]:,} tokens take as long"
@@ -215,6 +218,18 @@ def _head(found: Mapping[str, Any]) -> Iterator[str]:
             f"error rows; {left_out['takes']} runs all"
         )
     yield ""
+
+
+def _host_kv(found: Mapping[str, Any]) -> Iterator[str]:
+    """Where keys and values lie, where not all are on the GPU, and what the other choice would give."""
+    plan, rate = found["plan"], found["without_host_kv"]
+    if hosted := plan["host_kv"]:
+        yield (
+            f"keys and values: {counted(plan['kv_sequences'], 'sequence')} at full length on the GPU, "
+            f"{hosted['sequences']:,} in RAM ({counted(hosted['count'], 'cohort')}, "
+            f"{gib(hosted['nbytes'])} cross the link in every pass); "
+            f"all on the GPU: {'does not fit' if rate is None else speed(rate)}"
+        )
 
 
 def _layers(model: Mapping[str, Any]) -> str:

@@ -185,7 +185,14 @@ def document(
         "formats": dict(result.seconds),
         "points": [asdict(point) for point in points],
         "suggestions": [asdict(suggestion) for suggestion in suggestions],
+        "without_host_kv": _without_host_kv(result),
     }
+
+
+def _without_host_kv(result: PlanResult) -> float | None:
+    """Generated tokens per second with all keys and values on the device; None where they are, or do not fit there."""
+    other = attempt(result.request.with_settings(host_kv="off")) if result.plan.host_kv else None
+    return None if other is None else other.prediction.generated_tok_s
 
 
 def refusal(name: str, request: PlanRequest, reason: str, fitting: list[str]) -> dict[str, Any]:

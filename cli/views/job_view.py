@@ -136,7 +136,10 @@ def prefix_cache(summary: RunSummary) -> str:
 def _link(summary: RunSummary) -> list[tuple[str, str]]:
     if summary.memory.device is None:
         return []
-    return [("link", f"{gib(summary.bytes.host_to_device or 0)} copied to the GPU while generating")]
+    crossed, says = summary.bytes, ""
+    if crossed.kv_to_device:
+        says = f", {gib(crossed.kv_to_device)} of it keys and values; {gib(crossed.kv_to_host or 0)} of new ones back"
+    return [("link", f"{gib(crossed.host_to_device or 0)} copied to the GPU while generating{says}")]
 
 
 def _percentiles(values: Percentiles) -> str:

@@ -46,6 +46,9 @@ def moved(loaded: LoadedEngine) -> Moved:
     disk = streamed.nbytes_from_disk
     device = streamed.nbytes_to_device if loaded.device else None
     found = Moved(disk, device)
+    if device is not None and (host_kv := loaded.host_kv) is not None:
+        found.kv_to_device, found.kv_to_host = host_kv.nbytes_read, host_kv.nbytes_written
+        found.host_to_device = device = device + host_kv.nbytes_read
     if row_readers(loaded.model.model):
         found.rows_looked_up, found.rows_read = loaded.rows.looked_up, loaded.rows.nbytes
     if tokens:
@@ -94,7 +97,7 @@ def _forecast(forecast: ExpertForecast, latency: RouterLatency) -> Forecast:
 def summarise(model: LoadedModel, planned: PlanResult, counts: Counts, seconds: Seconds) -> RunSummary:
     """The summary of a run that ended with the plan of `model.policy`."""
     source, policy, loaded = model.source, model.policy, model.engine
-    plan, metrics, shape, streamed = policy.plan, loaded.engine.metrics, source.shape, loaded.streamed
+    plan, metrics, shape, crossed = policy.plan, loaded.engine.metrics, source.shape, moved(loaded)
     return RunSummary(
         version=version("moedge"),
         command="batch",
@@ -114,9 +117,9 @@ def summarise(model: LoadedModel, planned: PlanResult, counts: Counts, seconds: 
         latency=_latency(metrics),
         passes=_passes(metrics),
         speculation=_speculation(metrics),
-        bytes=moved(loaded),
+        bytes=crossed,
         stalls=stalls(loaded),
-        utilisation=_utilisation(planned, streamed.nbytes_from_disk, streamed.nbytes_to_device, seconds.generate),
+        utilisation=_utilisation(planned, crossed.disk_to_host or 0, crossed.host_to_device or 0, seconds.generate),
         memory=_memory(loaded.ledger.measure()),
         kv=_kv(plan, loaded),
         experts=experts(loaded, shape.num_experts),
@@ -199,6 +202,8 @@ def _kv(plan: Plan, loaded: LoadedEngine) -> KV:
         preemptions=counts.preemptions,
         parked=counts.parked,
         recomputed_tokens=counts.recomputed_tokens,
+        cohorts=plan.host_kv.count if plan.host_kv else 0,
+        moved=getattr(loaded.engine.scheduler.cache, "num_moved", 0),
     )
 
 

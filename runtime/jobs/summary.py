@@ -125,7 +125,8 @@ class Moved:
     """Bytes that crossed each link while generating; per token that was generated, prompts' share included.
 
     `written` went to disk as prepared weights before the first pass. Of embeddings and tables on the disk, rows of
-    `rows_looked_up` bytes were wanted, and blocks of `rows_read` bytes were read for them, beside `disk_to_host`.
+    `rows_looked_up` bytes were wanted, and blocks of `rows_read` bytes were read for them, beside `disk_to_host`. Keys
+    and values in host memory are part of `host_to_device`; new ones went down.
     """
 
     disk_to_host: Count | None = None
@@ -135,6 +136,8 @@ class Moved:
     rows_looked_up: Count | None = None
     rows_read: Count | None = None
     written: Count | None = None
+    kv_to_device: Count | None = None
+    kv_to_host: Count | None = None
 
 
 @dataclass(slots=True)
@@ -197,6 +200,8 @@ class KV:
     preemptions: Count | None = None
     parked: Count | None = None
     recomputed_tokens: Count | None = None
+    cohorts: Count | None = None
+    moved: Count | None = None
 
 
 @dataclass(slots=True)

@@ -162,7 +162,7 @@ class ComputeOptions(PrecisionOptions, total=False):
     host_kv: Annotated[
         str,
         Option(
-            "Most RAM for keys and values of sequences that the GPU has no memory for: 8GiB, 50% of --ram, auto, off.",
+            "Most RAM for keys and values beyond a GPU's: 8GiB, 50%, auto, off.",
             "auto",
             panel=Panel.TUNING,
             metavar="SIZE|off",

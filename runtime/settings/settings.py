@@ -48,7 +48,7 @@ class Settings:
         try:
             return parse_size(self.host_kv, host_nbytes, host_nbytes, lambda available: available)
         except BadSize as error:
-            raise BadSize(f"--host-kv {error}; or off") from None
+            raise BadSize(f"--host-kv takes a size or off: {error}") from None
 
 
 MIB = 1 << 20

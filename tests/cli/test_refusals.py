@@ -40,6 +40,7 @@ REFUSALS: list[tuple[list[str], int, str]] = [
     (["batch", MODEL, "missing.jsonl", "-o", "out.jsonl"], 7, "missing.jsonl"),
     (["batch", MODEL, "in.jsonl", "-o", "out.jsonl", "--until", "noon"], 2, "--until noon"),
     (["batch", MODEL, "in.jsonl", "-o", "out.jsonl", "--quant", "int5"], 2, "'--quant': 'int5' is not one of"),
+    (["batch", MODEL, "in.jsonl", "-o", "out.jsonl", "--host-kv", "5parsecs"], 2, "size or off: '5parsecs' is not a"),
     (["batch", MODEL, "in.jsonl", "-o", "out.jsonl", "--id-column", "key"], 7, "the column 'key' of --id-column is"),
     (["batch", MODEL, "in.jsonl", "-o", "in.jsonl"], 2, "in.jsonl"),
     (["run", "no-such-model", "hello"], 5, "neither a folder nor a hub id"),
