@@ -23,22 +23,47 @@ from .candidate import SAMPLER_NBYTES
 ISSUED_A_CLOCK = 128
 # What kernels reached of a data sheet's figures on an H100 and an H200, the only GPUs measured so far (bench/results/
 # gpu.md): of the memory 0.68 to 0.77, which are 0.75 to 0.85 of a copy's 3.0 of 3.35 TB/s; of instructions 0.26 to
-# 0.42 in attention (those of weights are with their formats); of the tensor cores' peak 0.52 to 0.76. Copies over its
-# link reached 0.87; 0.8 is for 4 MiB and less.
+# 0.42 in attention, before codes were decoded in registers (those of weights are with their formats); of the tensor
+# cores' peak 0.52 to 0.76. Copies over its link reached 0.87; 0.8 is for 4 MiB and less.
 MEMORY_SHARE, ISSUE_SHARE, PEAK_SHARE, LINK_SHARE = 0.7, 0.4, 0.5, 0.8
 
 # Instructions for an element of keys and values, of decoding tokens and of prompts, in heads of 64, 128 and 256, by the
 # major compute capability (0: below 8.0, where nothing multiplies by tensor cores and programs share fewer heads; 8:
-# the worst of 8.0, 8.9 and 12.0). From `python -m matrix.compiling.instructions 75 80 89 90 120`, Triton 3.7.1; those
-# for a weight are with its format (`Assumed`).
+# the worst of 8.0, 8.6, 8.9 and 12.0). From `python -m matrix.compiling.instructions 75 80 86 89 90 120`, Triton 3.7.1;
+# those for a weight are with its format (`Assumed`).
 _DECODE = {
-    0: {"native": (131.8, 127.0, 115.4), "int8": (166.8, 218.0, 142.4), "int4": (91.6, 101.6, 93.6)},
-    8: {"native": (5.6, 5.2, 4.0), "int8": (11.8, 10.0, 8.3), "int4": (14.7, 11.5, 8.6)},
-    9: {"native": (5.6, 4.9, 3.9), "int8": (11.4, 9.3, 7.7), "int4": (14.7, 11.5, 8.7)},
+    0: {
+        "native": (145.2, 136.8, 108.2),
+        "int8": (83.2, 100.4, 74.0),
+        "int8/int4": (103.6, 98.8, 85.0),
+        "int4": (91.2, 100.8, 91.6),
+    },
+    8: {
+        "native": (3.8, 3.7, 3.1),
+        "int8": (3.6, 3.5, 3.7),
+        "int8/int4": (4.3, 4.1, 4.5),
+        "int4": (4.8, 4.3, 4.8),
+    },
+    9: {
+        "native": (3.7, 3.8, 2.9),
+        "int8": (3.5, 3.5, 3.6),
+        "int8/int4": (4.3, 4.0, 4.4),
+        "int4": (4.5, 4.2, 4.5),
+    },
 }
 _PROMPTS = {
-    8: {"native": (11.3, 11.3, 11.8), "int8": (34.0, 19.5, 23.7), "int4": (47.8, 34.3, 30.2)},
-    9: {"native": (10.0, 7.2, 9.2), "int8": (18.7, 12.1, 15.4), "int4": (35.8, 20.4, 22.5)},
+    8: {
+        "native": (11.3, 9.6, 10.4),
+        "int8": (18.8, 13.2, 17.8),
+        "int8/int4": (25.0, 16.9, 23.9),
+        "int4": (29.4, 19.3, 25.3),
+    },
+    9: {
+        "native": (8.9, 6.5, 7.9),
+        "int8": (13.3, 9.1, 10.8),
+        "int8/int4": (23.5, 12.2, 14.0),
+        "int4": (26.4, 15.1, 16.3),
+    },
 }
 _HEADS = (64, 128, 256)
 _TILE_ROWS = (16, 32, 64)
@@ -128,9 +153,6 @@ def flop_rates(capability: tuple[int, int], memory_bytes_s: float, issued_s: flo
     for size in _HEADS:
         native = rates.pop(HEADS.format("native", size))
         rates |= {HEADS.format(name, size): native for name in ("bf16", "fp16", "fp32")}
-        # Keys of one, values of the other.
-        mixed = [rates[HEADS.format(name, size)] for name in ("int8", "int4")]
-        rates[HEADS.format("int8/int4", size)] = {rows: 2 / sum(1 / each[rows] for each in mixed) for rows in native}
     rates[LATENTS] = {1: 2 * SHARED_HEADS * memory_bytes_s / _LATENT_NBYTES}
     return rates
 
