@@ -77,6 +77,7 @@ def attend_launches(
     num_tiles, num_heads, head_dim = len(pages.tiles), q.shape[1], q.shape[2]
     group = num_heads // cached.kv_heads
     turned = cut.dot and cut.rows == cut.heads
+    divided = turned and out.dtype != torch.float32
     geometry = Geometry(
         head_dim=head_dim,
         kv_heads=cached.kv_heads,
@@ -85,11 +86,12 @@ def attend_launches(
         rows=cut.rows,
         heads=cut.heads,
         keys=cut.keys,
-        **_widths("key", cached.keys, head_dim, cut.dot),
-        **_widths("value", cached.values, head_dim, cut.dot),
+        **_widths("key", cached.keys, head_dim, divided),
+        **_widths("value", cached.values, head_dim, divided),
         unit=stride_unit(head_dim),
         turned=turned,
-        partial=_partial(cut, turned, cached.values),
+        # Each thread has every such column: 16 a warp.
+        partial=min(cut.keys, 16 * cut.warps) if turned else 1,
         dtype=dot_type(out.dtype if cut.dot else torch.float32),
         code_type=tl.float16 if cut.dot and out.dtype != torch.float32 else tl.float32,
         dot=cut.dot,
@@ -108,19 +110,11 @@ def attend_launches(
     return launches
 
 
-def _widths(name: str, side: Side, head_dim: int, dot: bool) -> dict[str, int]:
+def _widths(name: str, side: Side, head_dim: int, divided: bool) -> dict[str, int]:
     """Fields of `Geometry` about a head's two parts: tl.dot sums over at least 16 elements."""
-    first, rest = side.parts(head_dim, dot)
+    first, rest = side.parts(head_dim, divided)
     widths = {"columns": first, "width": max(16, padded(first)), "rest": rest and max(16, padded(rest))}
     return {f"{name}_{of}": width for of, width in widths.items()}
-
-
-def _partial(cut: Cut, turned: bool, values: Side) -> int:
-    """The columns of sums that programs keep: a thread of tensor cores has every such one, 16 a warp if turned."""
-    if not cut.dot:
-        return 1
-    # The sums of int4 values are three.
-    return min(cut.keys, 16 * cut.warps if turned else 16 if values.bits == 4 else 32)
 
 
 class LayerSample(NamedTuple):

@@ -62,16 +62,16 @@ class Side(NamedTuple):
             return 16
         return 8 if self.zeros is None else 4
 
-    def parts(self, head_dim: int, dot: bool) -> tuple[int, int]:
-        """The columns of the two parts of a head that are multiplied one after the other; native heads are one part.
+    def parts(self, head_dim: int, divided: bool) -> tuple[int, int]:
+        """The columns of the two parts of a head that are multiplied one after the other; most heads are one part.
 
-        An int4 byte holds one element of each half. int8 is divided at a power of two for tensor cores: little is
-        padded, and the second part is unpacked into the shared memory where the first one was.
+        An int4 byte holds one element of each half. int8 may be `divided` at a power of two: the second part is
+        unpacked into the shared memory where the first one was, and little is padded.
         """
         first = head_dim
         if self.bits == 4:
             first = head_dim // 2
-        elif self.bits == 8 and dot:
+        elif self.bits == 8 and divided:
             first = padded(head_dim) // 2
         return first, head_dim - first
 
@@ -175,7 +175,7 @@ class Cut(NamedTuple):
 # and values: codes take less shared memory, so that more keys share what a step costs. With more, an SM of 100 KiB of
 # shared memory (8.6, 8.9, 12.0) would have room for fewer than 12 warps.
 _DECODE = {
-    "native": {64: (8, 64, 4, 2), 128: (8, 32, 4, 2), 256: (8, 32, 4, 2)},
+    "native": {64: (8, 64, 4, 3), 128: (8, 32, 4, 2), 256: (8, 32, 4, 2)},
     "int8": {64: (8, 128, 4, 2), 128: (8, 64, 4, 2), 256: (8, 32, 4, 2)},
     "int4": {64: (8, 128, 4, 2), 128: (8, 64, 4, 2), 256: (8, 32, 4, 2)},
 }
@@ -188,7 +188,7 @@ _WIDE = {64: (16, 32, 4, 1), 128: (16, 32, 4, 1), 256: (16, 16, 8, 1)}
 # Below sm80 Triton (since 3.3) turns tl.dot into multiply-adds that spill: products are written out there, and only few
 # rows keep them in registers. By the narrower format of keys and values: a warp loads half as many bytes of int4.
 _DECODE_NO_DOT = {
-    "native": {64: (4, 16, 4, 1), 128: (4, 16, 8, 1), 256: (4, 16, 8, 1)},
+    "native": {64: (4, 16, 4, 1), 128: (4, 16, 4, 1), 256: (4, 16, 8, 1)},
     "int8": {64: (4, 16, 4, 1), 128: (2, 16, 8, 1), 256: (4, 16, 8, 1)},
     "int4": {64: (2, 16, 2, 1), 128: (2, 16, 4, 1), 256: (4, 16, 8, 1)},
 }

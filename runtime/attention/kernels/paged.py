@@ -97,7 +97,8 @@ def score(keys, queries, kv_head, place, live, S: tl.constexpr):
     products = tl.full((S.rows, S.keys), 0.0, tl.float32)
     if keys.zeros is None:
         if keys.scales is not None and S.code_type == tl.float16:
-            products -= ((low_sum + high_sum) * OFFSET_INT8)[:, None]
+            more = low_sum + high_sum if S.key_rest > 0 else low_sum
+            products -= (more * OFFSET_INT8)[:, None]
         codes = load_codes(keys, kv_head, place, live, 0, S.head_dim, S.key_width, S)
         products = product(low, numbers(keys, codes, True, S), products, S)
         if S.key_rest > 0:
