@@ -65,9 +65,9 @@ class Side(NamedTuple):
     def widths(self, head_dim: int, divided: bool) -> tuple[int, int]:
         """The padded widths of the two parts of a head, of int4 of half of it, that are multiplied one after the other.
 
-        The second is 0 where nothing is left. A head may be `divided` at a power of two, the first part: the second part
-        of int8 is unpacked into the shared memory where the first one was, and int4 then pads less. tl.dot sums over at
-        least 16 elements, and loads of int4 stay wide.
+        The second is 0 where nothing is left. A head may be `divided` at a power of two, the first part: the second
+        part of int8 is unpacked into the shared memory where the first one was, and int4 then pads less. tl.dot sums
+        over at least 16 elements, and loads of int4 stay wide.
         """
         columns = head_dim // 2 if self.bits == 4 else head_dim
         first = max(16, padded(columns) // 2)
@@ -115,10 +115,11 @@ class Geometry(NamedTuple):
 
     A program computes `rows` query rows: `heads` of the `group` query heads that share a KV head, for rows // heads
     tokens. It reads `keys` keys at a time, from blocks of `block` tokens, of which `parts` places are looked up: every
-    block, or every key. Heads of keys and of values, of int4 halves of them, have a first part of `width` columns and what
-    is left, padded to `rest`, 0 where nothing is (see `Side`). Strides of queries are multiples of `unit`. Products are
-    computed in `dtype`, those of codes in `code_type`; `dot` uses tensor cores. Of these, rows come in 16: where it is
-    `turned`, they are keys and columns of values, and queries come in 8. Sums of rows are kept in `partial` columns.
+    block, or every key. Heads of keys and of values, of int4 halves of them, have a first part of `width` columns and
+    what is left, padded to `rest`, 0 where nothing is (see `Side`). Strides of queries are multiples of `unit`.
+    Products are computed in `dtype`, those of codes in `code_type`; `dot` uses tensor cores. Of these, rows come in 16:
+    where it is `turned`, they are keys and columns of values, and queries come in 8. Sums of rows are kept in `partial`
+    columns.
     """
 
     head_dim: int
@@ -159,8 +160,8 @@ class StoreGeometry(NamedTuple):
 class Cut(NamedTuple):
     """A program computes `rows` query rows, `heads` query heads of each token, and reads `keys` keys at a time.
 
-    `dot` uses tensor cores, `turned` with keys in their rows: all query rows are of one token then. `warps` and `stages`
-    (of software pipelining) are Triton's launch options.
+    `dot` uses tensor cores, `turned` with keys in their rows: all query rows are of one token then. `warps` and
+    `stages` (of software pipelining) are Triton's launch options.
     """
 
     rows: int

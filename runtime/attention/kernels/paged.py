@@ -18,13 +18,13 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def locate(table, run, span, S: tl.constexpr):
-    """The blocks int64 [S.parts, 1] that hold the keys from `run` on, and where in them these are [S.parts, keys of each].
+    """The blocks int64 [S.parts, 1] that hold the keys from `run` on, and where in them these are [S.parts, keys each].
 
     Ids are 64-bit, since blocks * stride exceeds 31 bits.
     """
     PER: tl.constexpr = S.keys // S.parts
     first = run + tl.arange(0, S.parts) * PER
-    offsets = (first % S.block * (PER != S.block))[:, None] + tl.arange(0, PER)[None, :]
+    offsets = (first % S.block * (S.block != PER))[:, None] + tl.arange(0, PER)[None, :]
     live = (first >= span[0] - (PER - 1)) & (first < span[1])
     return tl.load(table + first // S.block, mask=live, other=0).to(tl.int64)[:, None], offsets
 

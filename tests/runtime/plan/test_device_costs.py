@@ -82,8 +82,8 @@ H200 = replace(presets.PRESETS["H100 80GB"], gib=141, bandwidth=4800)
 
 
 def _measured() -> Iterator[tuple[str, float, float]]:
-    """Kernels that an H200 (experts) and an H100 (attention to native keys) ran, with the tiles that they have now: what
-    was measured, and what the preset says. Attention to codes has changed since a GPU timed it.
+    """Kernels that an H200 (experts) and an H100 (attention to native keys) ran, with the tiles that they have now:
+    what was measured, and what the preset says. Attention to codes has changed since a GPU timed it.
     """
     record, experts = (
         json.loads((ROOT / f"docs/measurements/gpu/{name}-kernels.json").read_text()) for name in ("h100", "h200")
