@@ -76,16 +76,24 @@ def timed_attention(capability: tuple[int, int]) -> Iterator[Timed]:
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     for head_dim, (keys, values) in itertools.product((64, 128), KV_PAIRS):
         base = paged_cases.Case(keys, values, head_dim, 8, 32, 4, dtype=dtype, native=dtype, device="cuda")
+        usual = decode_cut(capability, head_dim, 8, wide=False, kind=paged_cases.kind_of(keys, values))
         for batch, past in ((1, 8191), (16, 2047), (128, 1023)):
             case = replace(base, lengths=((past, 1),) * batch)
-            cut = decode_cut(capability, head_dim, 8, wide=False, kind=paged_cases.kind_of(keys, values))
-            splits = num_splits(batch * 4 * -(-8 // cut.heads), processors, past, cut.keys)
-            name = f"decode {keys}/{values} head {head_dim}, {batch} x {past + 1}, {splits} splits"
-            yield timed_case(name, case, cut, splits, 1)
+            for cut in [usual, *(variants(usual) if batch == 128 and usual.dot else ())]:
+                splits = num_splits(batch * 4 * -(-8 // cut.heads), processors, past, cut.keys)
+                sizes = f"{cut.keys} keys, {cut.warps} warps, {cut.stages} stages"
+                name = f"decode {keys}/{values} head {head_dim}, {batch} x {past + 1}, {splits} splits, {sizes}"
+                yield timed_case(name, case, cut, splits, 1)
         if capability >= (8, 0):
             cut = extend_cut(head_dim, 8, wide=False, mixed=keys != values)
             case = replace(base, lengths=((1024, 512), (0, 1024)))
             yield timed_case(f"extend {keys}/{values} head {head_dim}, 1536 rows", case, cut, 1, cut.rows // cut.heads)
+
+
+def variants(cut: Cut) -> list[Cut]:
+    """What else may be faster on a GPU whose shared memory is not the limit: more keys a step, more in flight."""
+    wider = cut._replace(keys=2 * cut.keys)
+    return [cut._replace(keys=max(32, cut.keys // 2)), cut._replace(stages=3), wider, wider._replace(warps=8)]
 
 
 def timed_case(name: str, case: paged_cases.Case, cut: Cut, splits: int, tokens: int) -> Timed:

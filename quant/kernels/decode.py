@@ -116,6 +116,20 @@ INT8_ASM = _asm(
     *("prmt.b32 a, l, c, 0x4342", "prmt.b32 b, h, c, 0x4342", "fma.rn.bf16x2 $1, b, m, a"),
 )
 
+# In float16 a byte is the end of a mantissa: 1024 + code, and 1152 + integer of 8 bits; less that, the numbers.
+_HALVES = ("prmt.b32 ${0}, t, c, 0x4140", "prmt.b32 ${1}, t, c, 0x4342")
+_LESS = "sub.rn.f16x2 ${0}, ${0}, m"
+_HALF_INT8 = ("mov.b32 c, 0x64646464", "xor.b32 t, $2, 0x80808080", *(each.format(0, 1) for each in _HALVES))
+_HALF_INT4 = (
+    *("mov.b32 c, 0x64646464", "and.b32 t, $4, 0x0f0f0f0f", *(each.format(0, 1) for each in _HALVES)),
+    *("shr.u32 t, $4, 4", "and.b32 t, t, 0x0f0f0f0f", *(each.format(2, 3) for each in _HALVES)),
+)
+OFFSET_INT8_ASM, OFFSET_INT4_ASM = _asm(*_HALF_INT8), _asm(*_HALF_INT4)
+HALF_INT8_ASM = _asm(*_HALF_INT8, "mov.b32 m, 0x64806480", *(_LESS.format(at) for at in range(2)))
+HALF_INT4_ASM = _asm(*_HALF_INT4, "mov.b32 m, 0x64006400", *(_LESS.format(at) for at in range(4)))
+OFFSET_INT8, OFFSET_INT4 = tl.constexpr(1152), tl.constexpr(1024)
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
 
 @triton.jit
 def load_table(table, S: tl.constexpr):
@@ -177,6 +191,45 @@ def decode_int8(codes, S: tl.constexpr):
     else:
         numbers = codes.to(S.dtype)
     return numbers
+
+
+@triton.jit
+def half_int8(codes, DTYPE: tl.constexpr, OFFSET: tl.constexpr):
+    """Integers of 8 bits in DTYPE, float16 or float32; in float16 with an OFFSET plus OFFSET_INT8.
+
+    Those with an OFFSET Triton decodes where tensor cores take them. Others it leaves where codes were loaded, and
+    numbers go through shared memory: for an operand of which tensor cores take two rows in a register, codes would go
+    byte by byte.
+    """
+    if tl.float32 == DTYPE:
+        numbers = codes.to(DTYPE)
+    elif _INTERPRETED:
+        numbers = codes.to(DTYPE) + (OFFSET_INT8 if OFFSET else 0)
+    elif OFFSET:
+        numbers = tl.inline_asm_elementwise(OFFSET_INT8_ASM, "=r,=r,r", [codes], tl.float16, is_pure=True, pack=4)
+    else:
+        # What is not pure, Triton does not move.
+        numbers = tl.inline_asm_elementwise(HALF_INT8_ASM, "=r,=r,r", [codes], tl.float16, is_pure=False, pack=4)
+    return numbers
+
+
+@triton.jit
+def half_int4(pairs, DTYPE: tl.constexpr, OFFSET: tl.constexpr):
+    """Both codes of every byte in DTYPE; with an OFFSET plus OFFSET_INT4 in float16, as `half_int8` says."""
+    if tl.float32 == DTYPE:
+        low, high = (pairs & 15).to(DTYPE), (pairs >> 4).to(DTYPE)
+    elif _INTERPRETED:
+        more = OFFSET_INT4 if OFFSET else 0
+        low, high = (pairs & 15).to(DTYPE) + more, (pairs >> 4).to(DTYPE) + more
+    elif OFFSET:
+        low, high = tl.inline_asm_elementwise(
+            OFFSET_INT4_ASM, INT4_OPERANDS, [pairs], (tl.float16, tl.float16), is_pure=True, pack=4
+        )
+    else:
+        low, high = tl.inline_asm_elementwise(
+            HALF_INT4_ASM, INT4_OPERANDS, [pairs], (tl.float16, tl.float16), is_pure=False, pack=4
+        )
+    return low, high
 
 
 @triton.jit

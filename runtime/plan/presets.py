@@ -23,22 +23,47 @@ from ...quant.kernels.gpu import Lacks
 ISSUED_A_CLOCK = 128
 # What kernels reached of a data sheet's figures on an H100 and an H200, the only GPUs measured so far (bench/results/
 # gpu.md): of the memory 0.68 to 0.77, which are 0.75 to 0.85 of a copy's 3.0 of 3.35 TB/s; of instructions 0.26 to
-# 0.42 in attention (those of weights are with their formats); of the tensor cores' peak 0.52 to 0.76. Copies over its
-# link reached 0.87; 0.8 is for 4 MiB and less.
+# 0.42 in attention, before codes were decoded in registers (those of weights are with their formats); of the tensor
+# cores' peak 0.52 to 0.76. Copies over its link reached 0.87; 0.8 is for 4 MiB and less.
 MEMORY_SHARE, ISSUE_SHARE, PEAK_SHARE, LINK_SHARE = 0.7, 0.4, 0.5, 0.8
 
 # Instructions for an element of keys and values, of decoding tokens and of prompts, in heads of 64, 128 and 256, by the
 # major compute capability (0: below 8.0, where nothing multiplies by tensor cores and programs share fewer heads; 8:
-# the worst of 8.0, 8.9 and 12.0). From `python -m matrix.compiling.instructions 75 80 89 90 120`, Triton 3.7.1; those
-# for a weight are with its format (`Assumed`).
+# the worst of 8.0, 8.6, 8.9 and 12.0). From `python -m matrix.compiling.instructions 75 80 86 89 90 120`, Triton 3.7.1;
+# those for a weight are with its format (`Assumed`).
 _DECODE = {
-    0: {"native": (131.8, 127.0, 115.4), "int8": (166.8, 218.0, 142.4), "int4": (91.6, 101.6, 93.6)},
-    8: {"native": (5.6, 5.2, 4.0), "int8": (11.8, 10.0, 8.3), "int4": (14.7, 11.5, 8.6)},
-    9: {"native": (5.6, 4.9, 3.9), "int8": (11.4, 9.3, 7.7), "int4": (14.7, 11.5, 8.7)},
+    0: {
+        "native": (156.6, 112.4, 115.0),
+        "int8": (84.2, 102.0, 74.6),
+        "int8/int4": (105.2, 100.4, 85.8),
+        "int4": (92.0, 101.6, 92.0),
+    },
+    8: {
+        "native": (5.4, 4.9, 3.9),
+        "int8": (3.6, 3.3, 3.6),
+        "int8/int4": (4.3, 3.7, 4.2),
+        "int4": (4.9, 4.1, 4.7),
+    },
+    9: {
+        "native": (5.2, 4.8, 3.8),
+        "int8": (3.6, 3.2, 3.7),
+        "int8/int4": (4.3, 3.5, 4.1),
+        "int4": (4.6, 4.1, 4.4),
+    },
 }
 _PROMPTS = {
-    8: {"native": (11.3, 11.3, 11.8), "int8": (34.0, 19.5, 23.7), "int4": (47.8, 34.3, 30.2)},
-    9: {"native": (10.0, 7.2, 9.2), "int8": (18.7, 12.1, 15.4), "int4": (35.8, 20.4, 22.5)},
+    8: {
+        "native": (9.5, 10.7, 11.1),
+        "int8": (17.5, 13.9, 17.3),
+        "int8/int4": (24.6, 16.0, 21.4),
+        "int4": (28.8, 18.6, 22.4),
+    },
+    9: {
+        "native": (9.0, 6.8, 8.2),
+        "int8": (12.6, 8.8, 9.6),
+        "int8/int4": (24.5, 11.9, 13.4),
+        "int4": (24.6, 13.8, 15.2),
+    },
 }
 _HEADS = (64, 128, 256)
 _TILE_ROWS = (16, 32, 64)
@@ -158,9 +183,6 @@ def flop_rates(
     for size in _HEADS:
         native = rates.pop(HEADS.format("native", size))
         rates |= {HEADS.format(name, size): native for name in ("bf16", "fp16", "fp32")}
-        # Keys of one, values of the other.
-        mixed = [rates[HEADS.format(name, size)] for name in ("int8", "int4")]
-        rates[HEADS.format("int8/int4", size)] = {rows: 2 / sum(1 / each[rows] for each in mixed) for rows in native}
     drawn = issued_s / ISSUED_A_CLOCK / DRAW_CLOCKS
     rates[DRAWING] = {1: drawn / processors, processors: drawn}
     rates[LATENTS] = {1: 2 * SHARED_HEADS * memory_bytes_s / _LATENT_NBYTES}

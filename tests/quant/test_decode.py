@@ -39,11 +39,20 @@ def fma(a: int, b: int, c: int) -> int:
     return high << 16 | low
 
 
+def sub(a: int, b: int) -> int:
+    """PTX ISA, sub.rn.f16x2."""
+    one, two = (np.array([x & 0xFFFF, x >> 16], np.uint16).view(np.float16) for x in (a, b))
+    low, high = (int(bits) for bits in (one - two).view(np.uint16))
+    return high << 16 | low
+
+
 OPERATIONS: dict[str, Callable[..., int]] = {
     "and": lambda a, b: a & b,
     "mov": lambda a: a,
     "shl": lambda a, b: a << b & MASK,
     "shr": lambda a, b: a >> b,
+    "xor": lambda a, b: a ^ b,
+    "sub": sub,
     "prmt": prmt,
     "lop3": lop3,
     "fma": fma,
@@ -62,9 +71,9 @@ def run(assembly: str, results: int, *inputs: int) -> list[int]:
     return [registers[f"${at}"] for at in range(results)]
 
 
-def numbers(*words: int) -> list[float]:
+def numbers(*words: int, dtype: torch.dtype = torch.bfloat16) -> list[float]:
     halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
-    return torch.tensor(halves).to(torch.int16).view(torch.bfloat16).tolist()
+    return torch.tensor(halves).to(torch.int16).view(dtype).tolist()
 
 
 def words_of(codes: str) -> list[int]:
@@ -99,6 +108,21 @@ def test_integers_of_eight_bits() -> None:
     for word in WORDS:
         wanted = np.frombuffer(word.to_bytes(4, "little"), np.int8).astype(float).tolist()
         assert numbers(*run(decode.INT8_ASM.value, 2, word)) == wanted
+
+
+@pytest.mark.parametrize("offset", [True, False])
+def test_codes_of_keys_and_values_in_float16(offset: bool) -> None:
+    """As they are, or plus what the kernel takes from products."""
+    bytes8 = (decode.OFFSET_INT8_ASM if offset else decode.HALF_INT8_ASM).value
+    pairs = (decode.OFFSET_INT4_ASM if offset else decode.HALF_INT4_ASM).value
+    more8, more4 = (decode.OFFSET_INT8.value, decode.OFFSET_INT4.value) if offset else (0, 0)
+    for word in WORDS:
+        codes = word.to_bytes(4, "little")
+        wanted = [int(each) + more8 for each in np.frombuffer(codes, np.int8)]
+        assert numbers(*run(bytes8, 2, word), dtype=torch.float16) == wanted
+        low0, low1, high0, high1 = run(pairs, 4, word)
+        assert numbers(low0, low1, dtype=torch.float16) == [(each & 15) + more4 for each in codes]
+        assert numbers(high0, high1, dtype=torch.float16) == [(each >> 4) + more4 for each in codes]
 
 
 def test_a_wrong_permute_is_found() -> None:

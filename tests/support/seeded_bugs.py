@@ -234,8 +234,22 @@ BUGS = _bugs(
     Bug(
         "elements of a Triton head",
         "runtime/attention/kernels/paged.py",
-        "    mask = live[:, None] & (columns < COLUMNS)[None, :]\n",
-        "    mask = live[:, None] & (columns < COLUMNS // 32 * 32)[None, :]\n",
+        "        codes = tl.load(pointers, mask=columns < COLUMNS, other=0)\n",
+        "        codes = tl.load(pointers, mask=columns < COLUMNS // 32 * 32, other=0)\n",
+        "paged attention",
+    ),
+    Bug(
+        "halves of Triton's int4 keys",
+        "runtime/attention/kernels/paged.py",
+        "product(high, second, products, S)",
+        "product(high, first, products, S)",
+        "paged attention",
+    ),
+    Bug(
+        "zero points of Triton's int4 values",
+        "runtime/attention/kernels/paged.py",
+        "high_added * fade + some_columns(p * high_zeros[None, :], S)",
+        "high_added * fade + some_columns(p * 0.0, S)",
         "paged attention",
     ),
     Bug(

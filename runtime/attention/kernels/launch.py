@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 
 from ....quant.kernels.product import Launch, dot_type
 from .operands import (
@@ -83,10 +84,15 @@ def attend_launches(
         rows=cut.rows,
         heads=cut.heads,
         keys=cut.keys,
-        key_width=_part_width(cached.keys, head_dim),
-        value_width=_part_width(cached.values, head_dim),
+        parts=cut.keys if cached.kind == "native" else -(-cut.keys // cached.block),
+        **dict(zip(("key_width", "key_rest"), cached.keys.widths(head_dim, cut.turned), strict=True)),
+        **dict(zip(("value_width", "value_rest"), cached.values.widths(head_dim, cut.turned), strict=True)),
         unit=stride_unit(head_dim),
+        turned=cut.turned,
+        # Each thread has every such column: 16 a warp.
+        partial=min(cut.keys, 16 * cut.warps) if cut.turned else 1,
         dtype=dot_type(out.dtype if cut.dot else torch.float32),
+        code_type=tl.float16 if cut.dot and out.dtype != torch.float32 else tl.float32,
         dot=cut.dot,
     )
     target = Target(out)
@@ -101,11 +107,6 @@ def attend_launches(
         merge = (target, pages.tiles, splits, head_dim, padded(head_dim), MAX_SPLITS)
         launches.append(Launch(merge_splits, (num_tiles, num_heads), merge, 4))
     return launches
-
-
-def _part_width(side: Side, head_dim: int) -> int:
-    """The padded width of a part of a head: tl.dot sums over at least 16 elements."""
-    return max(16, padded(head_dim // side.parts))
 
 
 class LayerSample(NamedTuple):

@@ -62,10 +62,18 @@ class Side(NamedTuple):
             return 16
         return 8 if self.zeros is None else 4
 
-    @property
-    def parts(self) -> int:
-        """Parts of a head that are multiplied separately: an int4 byte holds one element of each half."""
-        return 1 if self.zeros is None else 2
+    def widths(self, head_dim: int, divided: bool) -> tuple[int, int]:
+        """The padded widths of the two parts of a head, of int4 of half of it, that are multiplied one after the other.
+
+        The second is 0 where nothing is left. A head may be `divided` at a power of two, the first part: the second
+        part of int8 is unpacked into the shared memory where the first one was, and int4 then pads less. tl.dot sums
+        over at least 16 elements, and loads of int4 stay wide.
+        """
+        columns = head_dim // 2 if self.bits == 4 else head_dim
+        first = max(16, padded(columns) // 2)
+        if divided and columns > first and (self.bits == 8 or (columns % 16 == 0 and columns < 2 * first)):
+            return first, max(16, padded(columns - first))
+        return max(16, padded(columns)), 0
 
 
 class Pages(NamedTuple):
@@ -106,9 +114,12 @@ class Geometry(NamedTuple):
     """Sizes that a kernel is compiled for.
 
     A program computes `rows` query rows: `heads` of the `group` query heads that share a KV head, for rows // heads
-    tokens. It reads `keys` keys at a time, from blocks of `block` tokens. `key_width` and `value_width` are the widths
-    of a part of a head (see `Side`), padded to powers of two. Strides of queries are multiples of `unit`. Products are
-    computed in `dtype`; `dot` uses tensor cores.
+    tokens. It reads `keys` keys at a time, from blocks of `block` tokens, of which `parts` places are looked up: every
+    block, or every key. Heads of keys and of values, of int4 halves of them, have a first part of `width` columns and
+    what is left, padded to `rest`, 0 where nothing is (see `Side`). Strides of queries are multiples of `unit`.
+    Products are computed in `dtype`, those of codes in `code_type`; `dot` uses tensor cores. Of these, rows come in 16:
+    where it is `turned`, they are keys and columns of values, and queries come in 8. Sums of rows are kept in `partial`
+    columns.
     """
 
     head_dim: int
@@ -118,10 +129,16 @@ class Geometry(NamedTuple):
     rows: int
     heads: int
     keys: int
+    parts: int
     key_width: int
+    key_rest: int
     value_width: int
+    value_rest: int
     unit: int
+    turned: bool
+    partial: int
     dtype: Any
+    code_type: Any
     dot: bool
 
 
@@ -143,7 +160,8 @@ class StoreGeometry(NamedTuple):
 class Cut(NamedTuple):
     """A program computes `rows` query rows, `heads` query heads of each token, and reads `keys` keys at a time.
 
-    `dot` uses tensor cores; `warps` and `stages` (of software pipelining) are Triton's launch options.
+    `dot` uses tensor cores, `turned` with keys in their rows: all query rows are of one token then. `warps` and
+    `stages` (of software pipelining) are Triton's launch options.
     """
 
     rows: int
@@ -152,10 +170,17 @@ class Cut(NamedTuple):
     warps: int
     stages: int
     dot: bool = True
+    turned: bool = False
 
 
-# (rows, keys, warps, stages) by head size, padded to a power of two.
-_DECODE = {64: (16, 64, 4, 2), 128: (16, 32, 4, 2), 256: (16, 32, 4, 2)}
+# (rows, keys, warps, stages) by head size, padded to a power of two; of single tokens by the narrower format of keys
+# and values: codes take less shared memory, so that more keys share what a step costs. With more, an SM of 100 KiB of
+# shared memory (8.6, 8.9, 12.0) would have room for fewer than 12 warps.
+_DECODE = {
+    "native": {64: (16, 64, 4, 2), 128: (16, 32, 4, 2), 256: (16, 32, 4, 2)},
+    "int8": {64: (8, 128, 4, 2), 128: (8, 64, 4, 2), 256: (8, 32, 4, 2)},
+    "int4": {64: (8, 128, 4, 2), 128: (8, 64, 4, 2), 256: (8, 32, 4, 2)},
+}
 _EXTEND = {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (64, 32, 8, 2)}
 # By head size, where keys and values differ in bits: with 64 rows, Triton 3.6 for sm90 multiplies int8 keys and int4
 # values of heads of 64 wrongly and reads beyond shared memory.
@@ -165,7 +190,7 @@ _WIDE = {64: (16, 32, 4, 1), 128: (16, 32, 4, 1), 256: (16, 16, 8, 1)}
 # Below sm80 Triton (since 3.3) turns tl.dot into multiply-adds that spill: products are written out there, and only few
 # rows keep them in registers. By the narrower format of keys and values: a warp loads half as many bytes of int4.
 _DECODE_NO_DOT = {
-    "native": {64: (4, 16, 4, 1), 128: (4, 16, 8, 1), 256: (4, 16, 8, 1)},
+    "native": {64: (4, 16, 4, 1), 128: (4, 16, 4, 1), 256: (4, 16, 8, 1)},
     "int8": {64: (4, 16, 4, 1), 128: (2, 16, 8, 1), 256: (4, 16, 8, 1)},
     "int4": {64: (2, 16, 2, 1), 128: (2, 16, 4, 1), 256: (4, 16, 8, 1)},
 }
@@ -183,7 +208,8 @@ def decode_cut(capability: tuple[int, int], head_dim: int, group: int, wide: boo
     `kind` is the narrower of the formats of keys and values: native, int8 or int4.
     """
     if has_dot(capability):
-        return _with_dot((_WIDE if wide else _DECODE)[_size(head_dim)], group)
+        cut = _with_dot((_WIDE if wide else _DECODE[kind])[_size(head_dim)], group)
+        return cut if wide or kind == "native" else cut._replace(heads=cut.rows, turned=True)
     rows, keys, warps, stages = _DECODE_NO_DOT[kind][_size(head_dim)]
     heads = min(rows, group)
     return Cut(padded(heads), heads, keys, warps, stages, dot=False)
@@ -198,9 +224,9 @@ def extend_cut(head_dim: int, group: int, wide: bool, mixed: bool) -> Cut:
 def num_splits(programs: int, processors: int, longest: int, keys: int) -> int:
     """The number of splits, a power of two.
 
-    There are enough programs to fill the GPU twice, none with fewer than four runs of keys.
+    There are enough programs to fill the GPU twice, none with fewer than four runs of keys, or than 256 keys.
     """
-    wanted = min(2 * processors // programs, longest // (4 * keys), MAX_SPLITS)
+    wanted = min(2 * processors // programs, longest // min(4 * keys, 256), MAX_SPLITS)
     return padded(max(wanted, 1) + 1) // 2
 
 

@@ -11,100 +11,250 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ....quant.kernels.decode import OFFSET_INT4, OFFSET_INT8, half_int4, half_int8
 
-@triton.jit
-def locate(table, tokens, live, BLOCK: tl.constexpr):
-    """Block ids and offsets in the block of tokens [N]. Ids are 64-bit, since blocks * stride exceeds 31 bits."""
-    return tl.load(table + tokens // BLOCK, mask=live, other=0).to(tl.int64), tokens % BLOCK
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def load_codes(side, kv_head, blocks, offsets, live, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Codes [N, WIDTH] of one head, padded with zeros beyond COLUMNS and where tokens are not live."""
-    columns = tl.arange(0, WIDTH)
-    rows = blocks * side.code_stride + kv_head * (BLOCK * COLUMNS) + offsets * COLUMNS
-    mask = live[:, None] & (columns < COLUMNS)[None, :]
-    return tl.load(side.codes + rows[:, None] + columns[None, :], mask=mask, other=0)
+def locate(table, run, span, S: tl.constexpr):
+    """The blocks int64 [S.parts, 1] that hold the keys from `run` on, and where in them these are [S.parts, keys each].
+
+    Ids are 64-bit, since blocks * stride exceeds 31 bits.
+    """
+    PER: tl.constexpr = S.keys // S.parts
+    first = run + tl.arange(0, S.parts) * PER
+    offsets = (first % S.block * (S.block != PER))[:, None] + tl.arange(0, PER)[None, :]
+    live = (first >= span[0] - (PER - 1)) & (first < span[1])
+    return tl.load(table + first // S.block, mask=live, other=0).to(tl.int64)[:, None], offsets
 
 
 @triton.jit
-def load_factors(plane, side, group_row, blocks, offsets, live, BLOCK: tl.constexpr):
-    """Scales or zeros [N] of one group of one head."""
-    return tl.load(plane + blocks * side.scale_stride + group_row * BLOCK + offsets, mask=live, other=0).to(tl.float32)
+def load_codes(
+    side, kv_head, place, live, BEGIN: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr
+):
+    """Elements [S.keys, WIDTH] of one head from BEGIN on, padded with zeros beyond the COLUMNS that a head has.
 
-
-@triton.jit
-def product(a, b, DOT: tl.constexpr):
-    """Multiplies a [M, W] with b [N, W] transposed, in float32."""
-    if DOT:
-        return tl.dot(a, tl.trans(b), input_precision="ieee")
-    return tl.sum(a[:, None, :].to(tl.float32) * b[None, :, :].to(tl.float32), 2)
-
-
-@triton.jit
-def mixture(p, values, DOT: tl.constexpr):
-    """Multiplies p [M, N] with values [N, W], in float32."""
-    if DOT:
-        return tl.dot(p.to(values.dtype), values, input_precision="ieee")
-    return tl.sum(p[:, :, None] * values[None, :, :].to(tl.float32), 1)
-
-
-@triton.jit
-def score(keys, low, high, kv_head, blocks, offsets, live, S: tl.constexpr):
-    """Products [M, N] of queries with stored keys: `low` [M, W] are whole heads, or their lower halves for int4."""
-    if keys.zeros is None:
-        codes = load_codes(keys, kv_head, blocks, offsets, live, S.head_dim, S.key_width, S.block)
-        products = product(low, codes.to(S.dtype), S.dot)
-        if keys.scales is not None:
-            products *= load_factors(keys.scales, keys, kv_head, blocks, offsets, live, S.block)[None, :]
+    Native ones of keys that are not live are zeros, codes any: their factors are zeros.
+    """
+    blocks, offsets = place
+    rows = side.codes + (blocks * side.code_stride + kv_head * (S.block * COLUMNS)) + offsets * COLUMNS
+    columns = BEGIN + tl.arange(0, WIDTH)[None, :]
+    live = tl.reshape(live, rows.shape)
+    if S.parts < S.keys:
+        rows, live, columns = rows[:, :, None], live[:, :, None], columns[None, :, :]
+    pointers = rows + columns
+    if side.scales is None:
+        mask = live & (columns < COLUMNS)
+        codes = tl.load(pointers, mask=mask, other=0)
+    elif BEGIN + WIDTH > COLUMNS:
+        codes = tl.load(pointers, mask=columns < COLUMNS, other=0)
     else:
-        codes = load_codes(keys, kv_head, blocks, offsets, live, S.head_dim // 2, S.key_width, S.block)
-        products = product(low, (codes & 15).to(S.dtype), S.dot)
-        products *= load_factors(keys.scales, keys, kv_head * 2, blocks, offsets, live, S.block)[None, :]
-        zeros = load_factors(keys.zeros, keys, kv_head * 2, blocks, offsets, live, S.block)
-        products += tl.sum(low.to(tl.float32), 1)[:, None] * zeros[None, :]
-        upper = product(high, (codes >> 4).to(S.dtype), S.dot)
-        products += upper * load_factors(keys.scales, keys, kv_head * 2 + 1, blocks, offsets, live, S.block)[None, :]
-        zeros = load_factors(keys.zeros, keys, kv_head * 2 + 1, blocks, offsets, live, S.block)
-        products += tl.sum(high.to(tl.float32), 1)[:, None] * zeros[None, :]
+        codes = tl.load(pointers)
+    return tl.reshape(codes, (S.keys, WIDTH))
+
+
+@triton.jit
+def load_factors(plane, side, group_row, place, live, S: tl.constexpr):
+    """Scales or zeros [S.keys] of one group of one head; 0 where keys are not live."""
+    blocks, offsets = place
+    pointers = plane + (blocks * side.scale_stride + group_row * S.block) + offsets
+    factors = tl.load(pointers, mask=tl.reshape(live, pointers.shape), other=0)
+    return tl.reshape(factors, (S.keys,)).to(tl.float32)
+
+
+@triton.jit
+def product(a, b, sums, S: tl.constexpr):
+    """`sums` plus a [M, W] times b [N, W] transposed, in float32."""
+    if not S.dot:
+        sums += tl.sum(a[:, None, :].to(tl.float32) * b[None, :, :].to(tl.float32), 2)
+    elif S.turned:
+        sums = tl.trans(tl.dot(b, tl.trans(a), tl.trans(sums), input_precision="ieee"))
+    else:
+        sums = tl.dot(a, tl.trans(b), sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit
+def mixture(p, values, sums, S: tl.constexpr):
+    """`sums` plus p [M, N] times values [N, W], in float32."""
+    if not S.dot:
+        sums += tl.sum(p[:, :, None] * values[None, :, :].to(tl.float32), 1)
+    elif S.turned:
+        p = tl.trans(p.to(values.dtype))
+        sums = tl.trans(tl.dot(tl.trans(values), p, tl.trans(sums), input_precision="ieee"))
+    else:
+        sums = tl.dot(p.to(values.dtype), values, sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit
+def numbers(side, codes, OFFSET: tl.constexpr, S: tl.constexpr):
+    """Native elements, or codes of 8 bits."""
+    return codes.to(S.dtype) if side.scales is None else half_int8(codes, S.code_type, OFFSET)
+
+
+@triton.jit
+def score(keys, queries, kv_head, place, live, S: tl.constexpr):
+    """Products [M, N] of queries, in units of their sizes, with stored keys."""
+    low, rest, low_sum = queries[0]
+    high, high_rest, high_sum = queries[1]
+    products = tl.full((S.rows, S.keys), 0.0, tl.float32)
+    if keys.zeros is None:
+        if keys.scales is not None and S.code_type == tl.float16:
+            products -= (low_sum * OFFSET_INT8)[:, None]
+        codes = load_codes(keys, kv_head, place, live, 0, S.head_dim, S.key_width, S)
+        products = product(low, numbers(keys, codes, True, S), products, S)
+        if S.key_rest > 0:
+            codes = load_codes(keys, kv_head, place, live, S.key_width, S.head_dim, S.key_rest, S)
+            products = product(rest, numbers(keys, codes, True, S), products, S)
+        if keys.scales is not None:
+            products *= load_factors(keys.scales, keys, kv_head, place, live, S)[None, :]
+    else:
+        codes = load_codes(keys, kv_head, place, live, 0, S.head_dim // 2, S.key_width, S)
+        first, second = half_int4(codes, S.code_type, True)
+        lower, upper = product(low, first, products, S), product(high, second, products, S)
+        if S.key_rest > 0:
+            codes = load_codes(keys, kv_head, place, live, S.key_width, S.head_dim // 2, S.key_rest, S)
+            first, second = half_int4(codes, S.code_type, True)
+            lower, upper = product(rest, first, lower, S), product(high_rest, second, upper, S)
+        scales, zeros = load_int4_factors(keys, kv_head * 2, place, live, S)
+        lower = lower * scales[None, :] + low_sum[:, None] * zeros[None, :]
+        scales, zeros = load_int4_factors(keys, kv_head * 2 + 1, place, live, S)
+        products = upper * scales[None, :] + (high_sum[:, None] * zeros[None, :] + lower)
     return products
 
 
 @triton.jit
-def add_values(values, p, low, high, kv_head, blocks, offsets, live, S: tl.constexpr):
-    """Adds p [M, N] times stored values to the sums `low` [M, W], and to `high` for int4."""
+def load_int4_factors(keys, group_row, place, live, S: tl.constexpr):
+    """Scales [N], and zeros less what codes are more by."""
+    MORE: tl.constexpr = OFFSET_INT4 if S.code_type == tl.float16 else 0
+    scales = load_factors(keys.scales, keys, group_row, place, live, S)
+    return scales, load_factors(keys.zeros, keys, group_row, place, live, S) - MORE * scales
+
+
+@triton.jit
+def load_value_factors(values, kv_head, place, live, S: tl.constexpr):
+    """Scales and zeros [N] of both halves of int4 values, twice the scales of int8, in `units`; and 1 / units, units.
+
+    Units are the scales, of int4 the larger ones of both halves. Probabilities times units are what float16 can hold:
+    beside the largest such product, what it cannot hold adds nothing.
+    """
+    units = tl.full((S.keys,), 1.0, tl.float32)
+    inverse, scales, zeros, high_scales, high_zeros = units, units, units, units, units
+    if values.zeros is not None:
+        scales = load_factors(values.scales, values, kv_head * 2, place, live, S)
+        zeros = load_factors(values.zeros, values, kv_head * 2, place, live, S)
+        high_scales = load_factors(values.scales, values, kv_head * 2 + 1, place, live, S)
+        high_zeros = load_factors(values.zeros, values, kv_head * 2 + 1, place, live, S)
+    elif values.scales is not None:
+        scales = load_factors(values.scales, values, kv_head, place, live, S)
+        high_scales = scales
+    if values.scales is not None and S.code_type == tl.float16:
+        units = tl.where(live, tl.maximum(scales, high_scales), 1.0)
+        inverse = invert(units)
+        scales, high_scales, zeros, high_zeros = (
+            scales * inverse, high_scales * inverse, zeros * inverse, high_zeros * inverse,
+        )  # fmt: skip
+    return (scales, zeros, high_scales, high_zeros), inverse, units
+
+
+@triton.jit
+def some_columns(x, S: tl.constexpr):
+    """x [M, N] summed over every S.partial-th column: of these a thread has all, so that none waits for others."""
+    return tl.sum(tl.reshape(x, (S.rows, S.keys // S.partial, S.partial)), 1)
+
+
+@triton.jit
+def add_values(values, p, factors, halves, fade, kv_head, place, live, S: tl.constexpr):
+    """The sums of both parts [M, W] of both halves, times `fade` [M, 1], plus p [M, N] times stored values; and
+    `some_columns` of p times their zeros."""
+    scales, zeros, high_scales, high_zeros = factors
+    low, rest, low_added = halves[0]
+    high, high_rest, high_added = halves[1]
     if values.zeros is None:
-        codes = load_codes(values, kv_head, blocks, offsets, live, S.head_dim, S.value_width, S.block)
-        if values.scales is not None:
-            p *= load_factors(values.scales, values, kv_head, blocks, offsets, live, S.block)[None, :]
-        low += mixture(p, codes.to(S.dtype), S.dot)
+        if S.code_type == tl.float32:
+            p *= scales[None, :]
+        codes = load_codes(values, kv_head, place, live, 0, S.head_dim, S.value_width, S)
+        low = mixture(p, numbers(values, codes, False, S), low * fade, S)
+        if S.value_rest > 0:
+            codes = load_codes(values, kv_head, place, live, S.value_width, S.head_dim, S.value_rest, S)
+            rest = mixture(p, numbers(values, codes, False, S), rest * fade, S)
     else:
-        codes = load_codes(values, kv_head, blocks, offsets, live, S.head_dim // 2, S.value_width, S.block)
-        scales = load_factors(values.scales, values, kv_head * 2, blocks, offsets, live, S.block)
-        zeros = load_factors(values.zeros, values, kv_head * 2, blocks, offsets, live, S.block)
-        low += mixture(p * scales[None, :], (codes & 15).to(S.dtype), S.dot) + tl.sum(p * zeros[None, :], 1)[:, None]
-        scales = load_factors(values.scales, values, kv_head * 2 + 1, blocks, offsets, live, S.block)
-        zeros = load_factors(values.zeros, values, kv_head * 2 + 1, blocks, offsets, live, S.block)
-        high += mixture(p * scales[None, :], (codes >> 4).to(S.dtype), S.dot) + tl.sum(p * zeros[None, :], 1)[:, None]
-    return low, high
+        codes = load_codes(values, kv_head, place, live, 0, S.head_dim // 2, S.value_width, S)
+        first, second = half_int4(codes, S.code_type, False)
+        low_added = low_added * fade + some_columns(p * zeros[None, :], S)
+        low = mixture(p * scales[None, :], first, low * fade, S)
+        high_added = high_added * fade + some_columns(p * high_zeros[None, :], S)
+        high = mixture(p * high_scales[None, :], second, high * fade, S)
+        if S.value_rest > 0:
+            codes = load_codes(values, kv_head, place, live, S.value_width, S.head_dim // 2, S.value_rest, S)
+            first, second = half_int4(codes, S.code_type, False)
+            rest = mixture(p * scales[None, :], first, rest * fade, S)
+            high_rest = mixture(p * high_scales[None, :], second, high_rest * fade, S)
+    return (low, rest, low_added), (high, high_rest, high_added)
+
+
+@triton.jit
+def logarithm(x):
+    """The logarithm to base 2 in one instruction."""
+    if INTERPRETED:
+        result = tl.log2(x)
+    else:
+        result = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    return result
+
+
+@triton.jit
+def invert(x):
+    """1 / x in one instruction."""
+    if INTERPRETED:
+        result = 1.0 / x
+    else:
+        result = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    return result
 
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def load_queries(q, token_stride, head_stride, tokens, heads, valid, keys, S: tl.constexpr):
-    """Whole heads [M, W], twice, or the two halves of heads where keys are int4; strides are in units of S.unit."""
-    row = ((tokens * token_stride + heads * head_stride) * S.unit)[:, None]
+def load_half(q, row, valid, COLUMNS: tl.constexpr, S: tl.constexpr):
+    """The two parts [M, W] of a head or of half of it in float32; the second may be empty."""
     columns = tl.arange(0, S.key_width)[None, :]
+    low = tl.load(q + row[:, None] + columns, mask=valid[:, None] & (columns < COLUMNS), other=0).to(tl.float32)
+    rest = tl.full((S.rows, 1), 0.0, tl.float32)
+    if S.key_rest > 0:
+        columns = S.key_width + tl.arange(0, S.key_rest)[None, :]
+        rest = tl.load(q + row[:, None] + columns, mask=valid[:, None] & (columns < COLUMNS), other=0).to(tl.float32)
+    return low, rest
+
+
+@triton.jit
+def load_queries(q, row, valid, keys, S: tl.constexpr):
+    """Both halves of the heads [M, W] at elements `row` of q, of which the second is for int4: each is two parts and
+    their sum. And the sizes [M] which all of these are divided by: 1 for native keys.
+    """
     COLUMNS: tl.constexpr = S.head_dim if keys.zeros is None else S.head_dim // 2
-    inside = valid[:, None] & (columns < COLUMNS)
-    low = tl.load(q + row + columns, mask=inside, other=0).to(S.dtype)
-    if keys.zeros is None:
-        high = low
-    else:
-        high = tl.load(q + row + COLUMNS + columns, mask=inside, other=0).to(S.dtype)
-    return low, high
+    low, rest = load_half(q, row, valid, COLUMNS, S)
+    high, high_rest = low, rest
+    if keys.zeros is not None:
+        high, high_rest = load_half(q + COLUMNS, row, valid, COLUMNS, S)
+    sizes = tl.full((S.rows,), 1.0, tl.float32)
+    if keys.scales is not None:
+        # float16 has the digits for products with codes, but not the range.
+        sizes = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(rest), 1))
+        sizes = tl.maximum(tl.maximum(tl.max(tl.abs(high), 1), tl.max(tl.abs(high_rest), 1)), sizes)
+        sizes = tl.where(sizes > 0, sizes, 1.0)
+    return (in_sizes(low, rest, sizes, keys, S), in_sizes(high, high_rest, sizes, keys, S)), sizes
+
+
+@triton.jit
+def in_sizes(low, rest, sizes, keys, S: tl.constexpr):
+    """Both parts over the sizes as products take them, and their sum [M]."""
+    DTYPE: tl.constexpr = S.dtype if keys.scales is None else S.code_type
+    low, rest = (low / sizes[:, None]).to(DTYPE), (rest / sizes[:, None]).to(DTYPE)
+    return low, rest, tl.sum(low.to(tl.float32), 1) + tl.sum(rest.to(tl.float32), 1)
 
 
 @triton.jit
@@ -119,14 +269,18 @@ def row_shift(features, tokens, heads, valid, S: tl.constexpr):
 
 @triton.jit
 def start_softmax(features, heads, valid, S: tl.constexpr):
-    """Initial maximum (a log2) and total of rows; a sink counts once, in the first split."""
+    """The initial state of rows: maximum (a log2), `some_columns` of the total, sums of both parts of both halves,
+    `some_columns` of what is added to each half. A sink counts once, in the first split."""
     highest = tl.full((S.rows,), float("-inf"), tl.float32)
-    total = tl.full((S.rows,), 0.0, tl.float32)
+    total = tl.full((S.rows, S.partial), 0.0, tl.float32)
     if features.sinks is not None:
         sinks = tl.load(features.sinks + heads, mask=valid, other=0.0).to(tl.float32) * LOG2_E
         highest = tl.where(tl.program_id(2) == 0, sinks, highest)
-        total += (tl.program_id(2) == 0).to(tl.float32)
-    return highest, total
+        total += ((tl.program_id(2) == 0) & (tl.arange(0, S.partial) == 0)).to(tl.float32)[None, :]
+    none = tl.full((S.rows, S.partial), 0.0, tl.float32)
+    low = tl.full((S.rows, S.value_width), 0.0, tl.float32)
+    rest = tl.full((S.rows, S.value_rest if S.value_rest > 0 else 1), 0.0, tl.float32)
+    return highest, total, low, rest, none, low, rest, none
 
 
 @triton.jit
@@ -157,15 +311,61 @@ def cap(scores, features):
 
 
 @triton.jit
-def store_rows(target, row, valid, low, high, values, S: tl.constexpr):
-    """Writes heads of sums at elements `row` [M] of `target`."""
+def store_half(target, row, valid, low, rest, added, scale, COLUMNS: tl.constexpr, S: tl.constexpr):
+    """Writes the sums of both parts of a half, and what is added to them, times `scale` [M] at elements `row` [M]."""
     columns = tl.arange(0, S.value_width)[None, :]
-    COLUMNS: tl.constexpr = S.head_dim if values.zeros is None else S.head_dim // 2
-    inside = valid[:, None] & (columns < COLUMNS)
     dtype = target.dtype.element_ty
-    tl.store(target + row[:, None] + columns, low.to(dtype), mask=inside)
+    more = tl.sum(added, 1)[:, None]
+    inside = valid[:, None] & (columns < COLUMNS)
+    tl.store(target + row[:, None] + columns, ((low + more) * scale[:, None]).to(dtype), mask=inside)
+    if S.value_rest > 0:
+        columns = S.value_width + tl.arange(0, S.value_rest)[None, :]
+        inside = valid[:, None] & (columns < COLUMNS)
+        tl.store(target + row[:, None] + columns, ((rest + more) * scale[:, None]).to(dtype), mask=inside)
+
+
+@triton.jit
+def store_rows(target, row, valid, state, scale, values, S: tl.constexpr):
+    """Writes the heads of a state's sums times `scale` [M] at elements `row` [M] of `target`."""
+    _highest, _total, low, rest, low_added, high, high_rest, high_added = state
+    COLUMNS: tl.constexpr = S.head_dim if values.zeros is None else S.head_dim // 2
+    store_half(target, row, valid, low, rest, low_added, scale, COLUMNS, S)
     if values.zeros is not None:
-        tl.store(target + row[:, None] + COLUMNS + columns, high.to(dtype), mask=inside)
+        store_half(target + COLUMNS, row, valid, high, high_rest, high_added, scale, COLUMNS, S)
+
+
+@triton.jit
+def attend_run(stored, kv_head, run, span, asked, features, state, S: tl.constexpr):
+    """`state` after the S.keys keys from `run` on, of which those in `span` are live."""
+    keys, values, table = stored
+    queries, sizes, shift, positions = asked
+    highest, total, low, rest, low_added, high, high_rest, high_added = state
+    key = run + tl.arange(0, S.keys)
+    live = (key >= span[0]) & (key < span[1])
+    place = locate(table, run, span, S)
+    factors, inverse, units = load_value_factors(values, kv_head, place, live, S)
+    # Exponents are raised, so that powers of two are probabilities times units.
+    raised = logarithm(units)
+    scores = score(keys, queries, kv_head, place, live, S) * sizes[:, None]
+    if features.softcap is not None or features.shift is not None:
+        scores = cap((scores + shift[:, None]) * features.scale, features) * LOG2_E
+    if S.turned:
+        # All rows are of one token: none but keys beyond its position are hidden.
+        scores += tl.where(live, raised, float("-inf"))[None, :]
+    else:
+        scores += raised[None, :]
+        visible = live[None, :] & (key[None, :] <= positions[:, None])
+        visible &= key[None, :] >= first_visible(positions, features)[:, None]
+        scores = tl.where(visible, scores, float("-inf"))
+    higher = tl.maximum(highest, tl.max(scores, 1))
+    # Rows without any visible key so far: -inf - -inf is NaN.
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    p = tl.exp2(scores - base[:, None])
+    fade = tl.exp2(highest - base)[:, None]
+    total = total * fade + some_columns(p * inverse[None, :], S)
+    halves = ((low, rest, low_added), (high, high_rest, high_added))
+    low, high = add_values(values, p, factors, halves, fade, kv_head, place, live, S)
+    return higher, total, low[0], low[1], low[2], high[0], high[1], high[2]
 
 
 # Strides change while a job runs: Triton would compile one kernel for multiples of 16 and one for other strides.
@@ -187,41 +387,26 @@ def attend_pages(q, target, keys, values, pages, features, token_stride, head_st
     valid = (rows // S.heads < S.rows // S.heads) & (heads < S.group) & (positions >= begin) & (positions < end)
     tokens = (origin + positions).to(tl.int64)
     heads += kv_head * S.group
-    low, high = load_queries(q, token_stride, head_stride, tokens, heads, valid, keys, S)
-    shift = row_shift(features, tokens, heads, valid, S)
-    highest, total = start_softmax(features, heads, valid, S)
-    sum_low = tl.full((S.rows, S.value_width), 0.0, tl.float32)
-    sum_high = tl.full((S.rows, 1 if values.zeros is None else S.value_width), 0.0, tl.float32)
+    queries, sizes = load_queries(q, (tokens * token_stride + heads * head_stride) * S.unit, valid, keys, S)
+    if features.softcap is None and features.shift is None:
+        sizes *= features.scale * LOG2_E
+    asked = (queries, sizes, row_shift(features, tokens, heads, valid, S), positions)
     last = tl.minimum(first + S.rows // S.heads, end)
     first_key, run_begin, run_end = key_range(features, tl.maximum(first, begin), last, S)
+    state = start_softmax(features, heads, valid, S)
     for run in range(run_begin, run_end, S.keys):
-        key = run + tl.arange(0, S.keys)
-        live = (key >= first_key) & (key < run_end)
-        blocks, offsets = locate(table, key, live, S.block)
-        scores = score(keys, low, high, kv_head, blocks, offsets, live, S)
-        scores = cap((scores + shift[:, None]) * features.scale, features) * LOG2_E
-        visible = valid[:, None] & live[None, :] & (key[None, :] <= positions[:, None])
-        visible &= key[None, :] >= first_visible(positions, features)[:, None]
-        scores = tl.where(visible, scores, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, 1))
-        # Rows without any visible key so far: -inf - -inf is NaN.
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        p = tl.exp2(scores - base[:, None])
-        fade = tl.exp2(highest - base)
-        highest, total = higher, total * fade + tl.sum(p, 1)
-        sum_low, sum_high = add_values(
-            values, p, sum_low * fade[:, None], sum_high * fade[:, None], kv_head, blocks, offsets, live, S
-        )
+        state = attend_run((keys, values, table), kv_head, run, (first_key, run_end), asked, features, state, S)
+    total = tl.sum(state[1], 1)
     if target.sums is None:
         # A row without any visible key, as of an empty sequence, is zeros.
-        scale = (1.0 / tl.where(total > 0, total, float("inf")))[:, None]
+        scale = 1.0 / tl.where(total > 0, total, float("inf"))
         row = (tokens * (S.kv_heads * S.group) + heads) * S.head_dim
-        store_rows(target.out, row, valid, sum_low * scale, sum_high * scale, values, S)
+        store_rows(target.out, row, valid, state, scale, values, S)
     else:
         row = tl.program_id(0).to(tl.int64) * (S.kv_heads * S.group) + heads
         row = row * tl.num_programs(2) + tl.program_id(2)
-        store_rows(target.sums, row * S.head_dim, valid, sum_low, sum_high, values, S)
-        tl.store(target.stats + row * 2, highest, mask=valid)
+        store_rows(target.sums, row * S.head_dim, valid, state, tl.full((S.rows,), 1.0, tl.float32), values, S)
+        tl.store(target.stats + row * 2, state[0], mask=valid)
         tl.store(target.stats + row * 2 + 1, total, mask=valid)
 
 

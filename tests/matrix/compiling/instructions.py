@@ -29,7 +29,8 @@ from support.kernels import paged_cases
 
 # Gate and up of an expert of Qwen3-30B-A3B, and its heads; kernels have sizes of their own for each size of heads.
 WEIGHT, GROUP, KV_HEADS = (1536, 2048), 8, 4
-HEADS = (64, 128, 256)
+HEADS = (64, 96, 128, 256)
+KV = ("native", "int8", "int8/int4", "int4")
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?);")
 _BACK = re.compile(r"\bBRA\b[^;]*?0x([0-9a-f]+)")
 
@@ -65,8 +66,9 @@ def weights(name: str, rows: int) -> float:
 
 def attention(kernel: str, kv: str, head: int, length: tuple[int, int]) -> float:
     """Of attention over a cache in a format; `length` is (past, count) of each sequence."""
+    keys, values = kv.split("/", maxsplit=1)[0], kv.rsplit("/", maxsplit=1)[-1]
     case = paged_cases.Case(
-        kv, kv, head, GROUP, 32, KV_HEADS, (length,) * 2, dtype=torch.bfloat16, native=torch.bfloat16
+        keys, values, head, GROUP, 32, KV_HEADS, (length,) * 2, dtype=torch.bfloat16, native=torch.bfloat16
     )
     cut = paged_cases.cut_of(kernel, case)
     # Where a program computes fewer heads than share a key, several decode the same element.
@@ -80,11 +82,11 @@ def counts(arch: int) -> dict[str, Any]:
     dots = has_dot((arch // 10, arch % 10))
     for name in ("none", "int8", "int4", "nf4", "mxfp4") if dots else ():
         found["weights"][name] = {rows: weights(name, rows) for rows in TILE_ROWS}
-    for kv in ("native", "int8", "int4"):
+    for kv in KV:
         decode = "decode" if dots else "decode without dot"
-        found["decode"][kv] = [attention(decode, kv, head, (63, 1)) for head in HEADS]
+        found["decode"][kv] = {head: attention(decode, kv, head, (63, 1)) for head in HEADS}
         if dots:
-            found["prompts"][kv] = [attention("extend", kv, head, (64, 64)) for head in HEADS]
+            found["prompts"][kv] = {head: attention("extend", kv, head, (64, 64)) for head in HEADS}
     return found
 
 

@@ -42,6 +42,49 @@ def test_every_kernel_agrees_with_float64(kernel: str, case: Case) -> None:
     assert cases.check(cases.on(case, DEVICE), kernel) < 2e-6
 
 
+CODED = [pair for pair in PAIRS if pair != ("native", "native")]
+# What only products of codes in float16 have: offsets of codes, sizes of queries, units of values.
+IN_HALVES = [
+    pytest.param(
+        kernel,
+        Case(
+            keys,
+            values,
+            (72, 112, 64, 128, 96, 256, 40, 80)[pair],
+            (7, 1, 8, 4, 5, 2, 16, 3)[(pair + turn) % 8],
+            cases.BLOCKS[(pair + turn) % 3],
+            **list(cases.FEATURES.values())[(pair + turn * 3) % 7],
+            dtype=torch.float16,
+        ),
+        marks=[] if (pair + turn) % 3 == 0 else [pytest.mark.slow],
+    )
+    for turn, kernel in enumerate(("decode", "split decode", "extend"))
+    for pair, (keys, values) in enumerate(CODED)
+]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "case"), IN_HALVES, ids=lambda x: x if isinstance(x, str) else f"{x.keys}-{x.values}"
+)
+def test_codes_are_multiplied_in_float16_without_losing_its_digits(kernel: str, case: Case) -> None:
+    """Queries, probabilities and results have 11 bits."""
+    assert cases.check(cases.on(case, DEVICE), kernel) < 1e-3
+
+
+@pytest.mark.parametrize(("keys", "values"), [("int8", "int8"), ("int4", "int4")])
+def test_neither_large_queries_nor_small_values_leave_the_range_of_float16(keys: str, values: str) -> None:
+    case = cases.on(Case(keys, values, 96, 7, dtype=torch.float16), DEVICE)
+    cache = cases.Cache.make(case)
+    # Rotated queries are float32.
+    cache.q, cache.features = cache.q.float() * 2.0**18, cache.features._replace(scale=0.3 * 2.0**-18)
+    cache.out = torch.full_like(cache.out, float("nan"), dtype=torch.float16)
+    for plane in (cache.cached.values.scales, cache.cached.values.zeros):
+        if plane is not None:
+            plane.mul_(2.0**-6)
+    reference = cache.reference()
+    assert cases.relative_error(cache.run("decode"), reference) < 2e-3
+
+
 @pytest.mark.parametrize("feature", ["window", "chunk", "softcap", "sinks", "shift"])
 def test_a_feature_that_is_left_out_is_noticed(feature: str) -> None:
     case = Case("int8", "int8", lengths=((60, 1),), **cases.FEATURES[feature])

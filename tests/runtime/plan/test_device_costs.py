@@ -82,8 +82,8 @@ H200 = replace(presets.PRESETS["H100 80GB"], gib=141, bandwidth=4800)
 
 
 def _measured() -> Iterator[tuple[str, float, float]]:
-    """Kernels that an H200 (experts) and an H100 (attention) ran, with the tiles that they have now: what was measured,
-    and what the preset says.
+    """Kernels that an H200 (experts) and an H100 (attention to native keys) ran, with the tiles that they have now:
+    what was measured, and what the preset says. Attention to codes has changed since a GPU timed it.
     """
     record, experts = (
         json.loads((ROOT / f"docs/measurements/gpu/{name}-kernels.json").read_text()) for name in ("h100", "h200")
@@ -95,28 +95,24 @@ def _measured() -> Iterator[tuple[str, float, float]]:
         rate = Curve(rates[TOGETHER.format(each["format"])]).at(rows)
         yield f"{name} {each['format']} {rows}", each["us"] * 1e-6, flop / rate
     rates = machine("H100 80GB").device_flop_s
-    for each in record["attention"]:
-        head, kv, decodes = each["head"], each["kv"], each["kernel"] == "decode"
-        cut = decode_cut((9, 0), head, 8, False) if decodes else extend_cut(head, 8, False, kv == "int8/int4")
+    for each in (one for one in record["attention"] if one["kv"] == "native"):
+        head, decodes = each["head"], each["kernel"] == "decode"
+        cut = decode_cut((9, 0), head, 8, False) if decodes else extend_cut(head, 8, False, False)
         if (cut.rows, cut.keys, cut.warps, cut.stages) == tuple(each[of] for of in ("rows", "keys", "warps", "stages")):
-            rate = Curve(rates[HEADS.format(kv.replace("native", "bf16"), head)]).at(1 if decodes else 512)
+            rate = Curve(rates[HEADS.format("bf16", head)]).at(1 if decodes else 512)
             # 128 sequences of 1,024 tokens in 4 KV heads; 512 tokens after 1,024 and 1,024 after none in 32 heads.
             elements = 128 * 1024 * 4 * 2 * head
             flop = 2 * SHARED_HEADS * elements if decodes else 4 * (512 * 1280 + 1024 * 512) * 32 * head
-            read_s = elements * 2 / machine("H100 80GB").device_memory_bytes_s if kv == "native" and decodes else 0.0
-            yield f"{each['kernel']} {kv} {head}", each["us"] * 1e-6, max(read_s, flop / rate)
-
-
-# int8's decoding starts a quarter of the instructions that it could.
-OUTLIERS = {"decode int8 128": 0.65}
+            read_s = elements * 2 / machine("H100 80GB").device_memory_bytes_s if decodes else 0.0
+            yield f"{each['kernel']} native {head}", each["us"] * 1e-6, max(read_s, flop / rate)
 
 
 def test_a_preset_says_what_every_kernel_took_within_one_and_a_half_times() -> None:
     """By counts and one share of each resource; what is further off is named with its ratio."""
     found = {name: predicted / measured for name, measured, predicted in _measured()}
-    assert len(found) > 45
+    assert len(found) > 30
     off = {name: ratio for name, ratio in found.items() if not 1 / 1.5 < ratio < 1.5}
-    assert off == pytest.approx(OUTLIERS, rel=0.02)
+    assert not off
 
 
 @pytest.mark.parametrize("quant", ["none", "int8", "int4"])
@@ -139,8 +135,18 @@ def test_a_weight_takes_few_instructions_in_tiles_of_few_rows(quant: str, most: 
     assert 0 < max(counts[0] for counts in ASSUMED[quant].instructions.values()) <= most
 
 
+# Native elements are two bytes, so that memory is waited for: their kernels have the tiles that an H100 timed.
+MOST_OF_AN_ELEMENT = {"native": 7, "int8": 5, "int8/int4": 5, "int4": 5}
+
+
+@pytest.mark.parametrize("kv", MOST_OF_AN_ELEMENT)
+def test_an_element_of_keys_and_values_takes_few_instructions(kv: str) -> None:
+    """Of one token of each sequence, whose keys and values are read once."""
+    assert 0 < max(max(presets._DECODE[major][kv]) for major in (8, 9)) <= MOST_OF_AN_ELEMENT[kv]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", [75, 80, 89, 90, 120])
+@pytest.mark.parametrize("arch", [75, 80, 86, 89, 90, 120])
 def test_instructions_are_those_that_kernels_compile_to(arch: int) -> None:
     """Of 8.0, 8.9 and 12.0 plans have the worst."""
     pytest.importorskip("triton")
@@ -155,9 +161,12 @@ def test_instructions_are_those_that_kernels_compile_to(arch: int) -> None:
         for count, plan in zip(counted, planned, strict=True):
             assert count == pytest.approx(plan, rel=0.02) if major != 8 else count <= plan * 1.02, what
 
-    for kind in ("native", "int8", "int4"):
-        compare(found["decode"][kind], presets._DECODE[major][kind], f"decode {kind}")
+    for kind, planned in presets._DECODE[major].items():
+        counted = found["decode"][kind]
+        compare([counted[str(size)] for size in presets._HEADS], planned, f"decode {kind}")
         if major:
-            compare(found["prompts"][kind], presets._PROMPTS[major][kind], f"prompts {kind}")
+            assert max(counted.values()) <= MOST_OF_AN_ELEMENT[kind], kind
+            prompts = [found["prompts"][kind][str(size)] for size in presets._HEADS]
+            compare(prompts, presets._PROMPTS[major][kind], f"prompts {kind}")
     for name, counts in found["weights"].items():
         compare(counts.values(), ASSUMED[name].instructions[major], name)
