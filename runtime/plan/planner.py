@@ -32,15 +32,7 @@ from ..shape.shards import (
     tables_nbytes,
     token_rows_nbytes,
 )
-from .candidate import (
-    CacheSize,
-    Candidate,
-    WeightFootprint,
-    choose_block,
-    fused_nbytes,
-    fuses,
-    largest,
-)
+from .candidate import CacheSize, Candidate, WeightFootprint, choose_block, fused_nbytes, fuses, largest
 from .cost_model import NOTHING_PREPARED, CostModel, Prediction, used_tokens
 from .kernels import missing_kernels
 from .loading_cost import GENERATING, LOADING, Prepared
@@ -58,6 +50,9 @@ MOST_SEQUENCES = 4096
 SPARE_BLOCKS = 1.1
 # `auto` takes a less lossy weight format if its time is at most this multiple of the fastest.
 WORTH = 1.5
+# A plan that streams weights must be faster by this much than one that holds them all: predictions are not better
+# (a recorded job within a tenth, bench/results/gpu.md), and what streams waits for a link or disk that others use too.
+WORTH_STREAMING = 1.05
 # And multiplies without rounding activations up to this one: rounding changes answers, and raises perplexity by up to
 # 0.6 % (docs/quality.md).
 WORTH_ROUNDING = 1.1
@@ -395,15 +390,17 @@ class _Search:
         self.refusal = DoesNotFit("no plan was found")
 
     def best(self, quant: str, compute: str) -> tuple[Plan, Prediction, _Ranked] | None:
-        """The fastest plan in a weight format and arithmetic; of equally fast ones, that with the smaller passes."""
+        """The fastest plan in a weight format and arithmetic, but for WORTH_STREAMING; of equally fast ones, that with
+        the smaller passes."""
         best: tuple[float, int, Plan, Prediction, _Ranked] | None = None
         for each in sorted(self._candidates(quant, compute), key=lambda each: (each.least_seconds, each.index)):
             if best and each.least_seconds * (1 - ROUNDING) > best[0]:
                 break
             if plan := self._plan(each):
                 predicted = self._request.costs.predict(plan, self._request.workload, self._prepared)
-                if best is None or (predicted.total_s, each.index) < best[:2]:
-                    best = predicted.total_s, each.index, plan, predicted, each
+                judged = predicted.total_s * (WORTH_STREAMING if plan.placement.ring_nbytes else 1)
+                if best is None or (judged, each.index) < best[:2]:
+                    best = judged, each.index, plan, predicted, each
         return best and best[2:]
 
     def speculating(self, plan: Plan, ranked: _Ranked) -> Plan:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from moedge.runtime.jobs.job_plan import plan_request
-from moedge.runtime.plan.planner import solve
+from moedge.runtime.plan import planner
+from moedge.runtime.plan.planner import PlanResult, solve
 from moedge.runtime.plan.presets import PRESETS
 from moedge.runtime.settings.settings import Budgets, Settings
 from moedge.runtime.source.model_source import read_headers
@@ -107,6 +108,27 @@ def test_no_card_with_kernels_for_experts_computes_them_one_by_one() -> None:
     for name, card in product(MODELS, CARDS):
         if float(PRESETS[card].capability) >= 8:
             assert all(plan["grouped"] for plan in _plans(name, card)), (name, card)
+
+
+def test_weights_stream_only_where_that_gains_more_than_predictions_are_good_for() -> None:
+    """Against the choices that always take the fastest plan, and always one that holds all weights."""
+
+    def chosen(worth: float, gpu_mem: str, most: int | None) -> PlanResult:
+        settings = Settings(quant="int4", kv="int4", max_sequences=most)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(planner, "WORTH_STREAMING", worth)
+            return solve(question("Qwen3-30B-A3B", "RTX 4090 24GB", 64, settings, gpu_mem=gpu_mem))
+
+    seen = set()
+    for gpu_mem, most in product(("20GiB", "22GiB", "auto"), (None, 64)):
+        choice, fastest, held = (chosen(worth, gpu_mem, most) for worth in (planner.WORTH_STREAMING, 1, 1e9))
+        gains = held.prediction.total_s > planner.WORTH_STREAMING * fastest.prediction.total_s
+        assert choice == (fastest if gains else held)
+        seen.add((fastest == held, gains))
+    assert seen == {(False, True), (False, False), (True, False)}
+    plan = KEPT["Qwen3-30B-A3B"]["RTX 4090 24GB, 64 GiB"]
+    assert plan["held"] >= 0.95
+    assert plan["tok_s"] >= 1500
 
 
 def test_figures_of_other_settings_are_current() -> None:
