@@ -168,16 +168,20 @@ class LayerWindow(KVPool):
         """Keys are transformed as those of `pool`. `memory` uint8 [num_blocks * record_nbytes] is bound first."""
         self.spec, self.formats, self.key_transform = pool.spec, pool.formats, pool.key_transform
         self._bound: dict[tuple[int, int], tuple[BlockMemory, tuple[Coded, Coded]]] = {}
-        self.bind(memory)
+        self.memory, views = self._window(memory)
+        self._views = [views] * len(self.spec.group.layers)
 
     def bind(self, memory: torch.Tensor) -> None:
         """Lets every layer be the one whose blocks `memory` has, uint8 [num_blocks * record_nbytes]."""
+        self.memory, views = self._window(memory)
+        self._views = [views] * len(self.spec.group.layers)
+
+    def _window(self, memory: torch.Tensor) -> tuple[BlockMemory, tuple[Coded, Coded]]:
         key = (memory.data_ptr(), memory.numel())
         if key not in self._bound:
             blocks = blocks_in(self.spec, memory)
             self._bound[key] = blocks, self._views_of(blocks, 0)
-        self.memory, views = self._bound[key]
-        self._views = [views] * len(self.spec.group.layers)
+        return self._bound[key]
 
 
 def planes_of(spec: KVSpec) -> list[Plane]:

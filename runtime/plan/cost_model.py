@@ -5,7 +5,6 @@ A pass costs seconds of every resource; a job is a few kinds of passes. `CostMod
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,7 +15,6 @@ from ...moe.expected_rows import padded_rows, wanted_by
 from ...offload.machine.profile import ATTENTION, DRAWING, HEADS, LATENTS, TOGETHER
 from ...quant.formats.format import CODE_BITS, get_format
 from ...quant.kernels.tuning import GROUPED_ROWS
-from ..kv.cohorts import CohortSizes
 from ..kv.spec import KVSpec
 from ..settings.settings import DeviceBudget
 from ..shape.model_shape import ExpertsShape, Matrix, ModelShape
@@ -24,6 +22,7 @@ from ..shape.shards import ModelShards, model_shards
 from .candidate import GRAPH_ROWS, Candidate, WeightFootprint, fuses, may_fuse
 from .hosting import Room
 from .loading_cost import LoadingCost, Prepared, least_loading_s, loading_cost
+from .pass_bytes import HostKVBytes, StreamedWeightBytes
 from .placement import DEEP_RING_EXPERTS, Placement, Plan, Workload, largest_expert
 from .presets import SHARED_HEADS, beside_layers_s, head_size, host_kv_s, layer_share, small_kernels_s
 from .rates import INTEGERS, WIDE, Curve, Rates
@@ -136,11 +135,13 @@ class _PassCosts:
         staging = plan.staging
         fused, graphs = plan.fused_nbytes > 0, plan.graphs_nbytes > 0
         self._computing = _ComputeCosts(model, plan, rates, fused=fused, on_device=staging is not None, graphs=graphs)
-        self._disk = _Streamed(model, plan.placement if staging is None else staging.placement)
-        self._link = None if staging is None else _Streamed(model, plan.placement)
+        self._disk = StreamedWeightBytes(
+            model.shape, model.shards, plan.placement if staging is None else staging.placement
+        )
+        self._link = None if staging is None else StreamedWeightBytes(model.shape, model.shards, plan.placement)
         # On a device it was not measured.
         self._unhidden = _unhidden_share(model.shards, plan.placement) if staging is None else 0.0
-        self._host_kv = _HostKV(plan.host_kv, plan.kv_blocks, plan.max_sequences, len(model.shape.layers))
+        self._host_kv = HostKVBytes(plan.host_kv, plan.kv_blocks, plan.max_sequences, len(model.shape.layers))
         self._link_s = self._kv_s = 1 / rates.link_bytes_s
         if staging is not None and rates.pin_nbytes is not None:
             # Keys and values are page-locked before weights are.
@@ -158,23 +159,6 @@ class _PassCosts:
         disk_s, link_s = disk / self._rates.disk_bytes_s, link * self._link_s + keys * self._kv_s
         driven, computed = host_kv_s(cohorts, self._host_kv.layers)
         return _PassCost(disk_s, link_s, compute + computed, host + driven, disk, link + keys, self._unhidden)
-
-
-class _HostKV:
-    """Cohorts in host memory that passes read: those that sequences need which the device has no blocks for."""
-
-    def __init__(self, sizes: CohortSizes | None, blocks: Sequence[int], most: float, layers: int) -> None:
-        """The device has `blocks`; `most` sequences fill these and all cohorts."""
-        self._sizes, self._here, self._most, self.layers = sizes, blocks[0], most, layers
-        self.cohort_nbytes = sizes.cohort_nbytes if sizes else 0
-
-    def cohorts(self, sequences: float) -> int:
-        """The cohorts that `sequences` fill, the last one perhaps in part."""
-        if self._sizes is None:
-            return 0
-        each = self._sizes.blocks[0]
-        used = sequences / self._most * (self._here + self._sizes.count * each)
-        return min(self._sizes.count, math.ceil(max(0.0, used - self._here) / each))
 
 
 def _unhidden_share(shards: ModelShards, placement: Placement) -> float:
@@ -323,29 +307,6 @@ class _GroupReads:
         group, token_nbytes = spec.group, spec.record_nbytes / spec.block
         numel = group.kv_heads * (group.head_dim + group.value_dim)
         return cls(len(group.layers), group.window, numel, token_nbytes, group.absorbed_width, expanding_numel)
-
-
-class _Streamed:
-    """Bytes that a pass brings over one link: dense shards that are not held, and wanted experts that are not."""
-
-    def __init__(self, model: _ModelWork, held: Placement) -> None:
-        shape, shards = model.shape, model.shards
-        self._dense = sum(layer.dense.nbytes for layer in shards.layers[held.held_dense :])
-        # By the share of a layer's experts that a token asks for: bytes, and how many.
-        self._experts: Counter[float] = Counter()
-        self._counts: Counter[float] = Counter()
-        for layer, packed, count in zip(shape.layers, shards.layers, held.held_experts, strict=True):
-            if layer.experts and packed.expert:
-                share = layer.experts.per_token / layer.experts.count
-                self._experts[share] += (packed.num_experts - count) * packed.expert.nbytes
-                self._counts[share] += packed.num_experts - count
-
-    def nbytes(self, tokens: float) -> float:
-        return self._dense + sum(nbytes * wanted_by(tokens, share) for share, nbytes in self._experts.items())
-
-    def arrivals(self, tokens: float) -> float:
-        """Experts that are read."""
-        return sum(count * wanted_by(tokens, share) for share, count in self._counts.items())
 
 
 Resource = Literal["disk", "link", "compute", "host"]
@@ -586,7 +547,7 @@ class CostModel:
         moved = missing / rate * factors.get(name, 1.0)
         computed, driven = (factors.get(resource, 1.0) for resource in ("compute", "host"))
         streams = missing > 0 and not weights.on_device
-        host_kv = _HostKV(room.host_kv, room.blocks, candidate.live, 0)
+        host_kv = HostKVBytes(room.host_kv, room.blocks, candidate.live, 0)
         kv_s = host_kv.cohort_nbytes / rate * factors.get(name, 1.0)
         generating = sum(
             each.count

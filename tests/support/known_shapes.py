@@ -157,6 +157,10 @@ def known_shape(name: str, **changes: object) -> ModelShape:
 
 def published_shape(name: str) -> ModelShape:
     """The same with its weights as they are published: quantized, where `QUANTIZATION` says so."""
-    model = next(each for each in sorted(CONFIGS | LATENT_CONFIGS | LARGE_CONFIGS, key=len, reverse=True) if name.startswith(each))
+    model = next(
+        each
+        for each in sorted(CONFIGS | LATENT_CONFIGS | LARGE_CONFIGS, key=len, reverse=True)
+        if name.startswith(each)
+    )
     quantization = QUANTIZATION.get(name)
     return known_shape(model, quantization_config=quantization) if quantization else known_shape(model)

@@ -1,0 +1,52 @@
+"""The bytes that a pass brings over a link: weights that are not held, keys and values in host memory. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from ...moe.expected_rows import wanted_by
+from ..kv.cohorts import CohortSizes
+from ..shape.model_shape import ModelShape
+from ..shape.shards import ModelShards
+from .placement import Placement
+
+
+class StreamedWeightBytes:
+    """Bytes that a pass brings over one link: dense shards that are not held, and wanted experts that are not."""
+
+    def __init__(self, shape: ModelShape, shards: ModelShards, held: Placement) -> None:
+        self._dense = sum(layer.dense.nbytes for layer in shards.layers[held.held_dense :])
+        # By the share of a layer's experts that a token asks for: bytes, and how many.
+        self._experts: Counter[float] = Counter()
+        self._counts: Counter[float] = Counter()
+        for layer, packed, count in zip(shape.layers, shards.layers, held.held_experts, strict=True):
+            if layer.experts and packed.expert:
+                share = layer.experts.per_token / layer.experts.count
+                self._experts[share] += (packed.num_experts - count) * packed.expert.nbytes
+                self._counts[share] += packed.num_experts - count
+
+    def nbytes(self, tokens: float) -> float:
+        return self._dense + sum(nbytes * wanted_by(tokens, share) for share, nbytes in self._experts.items())
+
+    def arrivals(self, tokens: float) -> float:
+        """Experts that are read."""
+        return sum(count * wanted_by(tokens, share) for share, count in self._counts.items())
+
+
+class HostKVBytes:
+    """Cohorts in host memory that passes read: those that sequences need which the device has no blocks for."""
+
+    def __init__(self, sizes: CohortSizes | None, blocks: Sequence[int], most: float, layers: int) -> None:
+        """The device has `blocks`; `most` sequences fill these and all cohorts."""
+        self._sizes, self._here, self._most, self.layers = sizes, blocks[0], most, layers
+        self.cohort_nbytes = sizes.cohort_nbytes if sizes else 0
+
+    def cohorts(self, sequences: float) -> int:
+        """The cohorts that `sequences` fill, the last one perhaps in part."""
+        if self._sizes is None:
+            return 0
+        each = self._sizes.blocks[0]
+        used = sequences / self._most * (self._here + self._sizes.count * each)
+        return min(self._sizes.count, math.ceil(max(0.0, used - self._here) / each))
