@@ -55,8 +55,8 @@ GLM_4_5_AIR = {
     "model_type": "glm4_moe", "hidden_size": 4096, "num_hidden_layers": 46, "num_attention_heads": 96,
     "num_key_value_heads": 8, "head_dim": 128, "n_routed_experts": 128, "num_experts_per_tok": 8, "n_shared_experts": 1,
     "first_k_dense_replace": 1, "moe_intermediate_size": 1408, "intermediate_size": 10944, "vocab_size": 151552,
-    "max_position_embeddings": 131072, "tie_word_embeddings": False, "attention_bias": True, "partial_rotary_factor": 0.5,
-    "use_qk_norm": False,
+    "max_position_embeddings": 131072, "tie_word_embeddings": False, "attention_bias": True,
+    "partial_rotary_factor": 0.5, "use_qk_norm": False,
 }  # fmt: skip
 MIXTRAL = {
     "model_type": "mixtral", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
