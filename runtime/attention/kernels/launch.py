@@ -75,7 +75,7 @@ def attend_launches(
     With several `splits`, which are for tiles of one token, a second kernel merges them.
     """
     num_tiles, num_heads, head_dim = len(pages.tiles), q.shape[1], q.shape[2]
-    group = num_heads // cached.kv_heads
+    group, wide = num_heads // cached.kv_heads, cut.dot and out.dtype == torch.float32
     geometry = Geometry(
         head_dim=head_dim,
         kv_heads=cached.kv_heads,
@@ -84,7 +84,7 @@ def attend_launches(
         rows=cut.rows,
         heads=cut.heads,
         keys=cut.keys,
-        parts=cut.keys if cached.kind == "native" else -(-cut.keys // cached.block),
+        parts=cut.keys if cached.kind == "native" or wide else -(-cut.keys // cached.block),
         **dict(zip(("key_width", "key_rest"), cached.keys.widths(head_dim, cut.turned), strict=True)),
         **dict(zip(("value_width", "value_rest"), cached.values.widths(head_dim, cut.turned), strict=True)),
         unit=stride_unit(head_dim),
