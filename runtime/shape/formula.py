@@ -344,6 +344,7 @@ def _gpt_oss_experts(config: ModelConfig, layer: int) -> _Shapes:
 _FEED_FORWARD: Mapping[str, Callable[[ModelConfig, int], _Shapes]] = {
     "deepseek_v2": _deepseek_experts,
     "deepseek_v3": _deepseek_experts,
+    "glm4_moe": _deepseek_experts,
     "glm4_moe_lite": _glm_lite_experts,
     "gpt_oss": _gpt_oss_experts,
     "llama": _dense,

@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from moedge.offload.stream.stream import StreamBroken
+from moedge.runtime.loading.engine_loader import load_engine, load_with_fallback
 from moedge.runtime.plan.cost_model import CostModel, _decoding, _PassCosts
+from moedge.runtime.plan.fallback import FallbackPolicy
+from moedge.runtime.plan.planner import PlanRequest
 from moedge.runtime.plan.rates import Rates
 from moedge.runtime.settings.errors import MemoryGaveOut
 
@@ -174,6 +177,25 @@ def test_a_pass_that_failed_is_repeated(case: Any, fakes: ModuleType, host_kv: M
     with fake:
         ran = host_kv.run(tiny, plan, fake.device, loaded_now=_failing(True))
     assert ran.tokens == wanted.tokens
+
+
+def test_fewer_cohorts_are_left_where_less_is_page_locked(case: Any, fakes: ModuleType, host_kv: ModuleType) -> None:
+    tiny = host_kv.many(case("llama"))
+    wanted = host_kv.run(tiny, host_kv.hosted(tiny, tiny.plan(None), 6))
+    plan = host_kv.hosted(tiny, tiny.plan(fakes.FakeDevice().device, 0.0), 2, 4, 1)
+    fake = fakes.FakeDevice(pin_limit=plan.host_kv.host_nbytes - 1)
+    request = PlanRequest(
+        costs=CostModel(tiny.source.shape), workload=tiny.job, budget=plan.budget, settings=tiny.settings
+    )
+    policy = FallbackPolicy(plan, request)
+    with fake:
+        loaded = load_with_fallback(lambda left: load_engine(tiny.source, left, tiny.store, fake.device), policy)
+        loaded.close()
+        assert [str(each) for each in policy.applied] == [
+            f"out of memory ({policy.applied[0].cause}): cohorts in host memory 4 -> 2"
+        ]
+        ran = host_kv.run(tiny, policy.plan, fake.device)
+    check(ran, wanted, True)
 
 
 def bugs() -> list[str]:

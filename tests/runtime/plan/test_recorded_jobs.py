@@ -42,7 +42,7 @@ def passed(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[
         profile.hardware, profile.kernel_lacks, elsewhere=True
     )
     job, model = Workload(1024, 238, 238, 1024 * 110, 1024 * 128), CostModel(shape, rates)
-    settings = Settings(quant="none", kv="bf16")
+    settings = Settings(quant="none", kv="bf16", host_kv="off")
     plan = solve(PlanRequest(costs=model, workload=job, budget=budget, settings=settings)).plan
     each, more = divmod(found["held"], len(shape.layers))
     held = tuple(each + (index < more) for index in range(len(shape.layers)))
