@@ -18,8 +18,8 @@ class UploadRing:
     """A ring of page-locked `memory`, uint8 [n], which is used in segments, one after the other.
 
     A segment is reused when the copies from it are done. The event for that was recorded before the other segments were
-    filled, so there is hardly ever anything to wait for. Copies run on the current stream of the calling thread, which
-    must be the same each time.
+    filled, so there is hardly ever anything to wait for. Copies run on the current stream of the calling thread, any
+    thread; where that is another one than before, a new segment begins, because an event tells of one stream only.
     """
 
     def __init__(self, memory: torch.Tensor) -> None:
@@ -30,6 +30,7 @@ class UploadRing:
         self._segment = 0
         self._head = 0
         self._lock = threading.Lock()
+        self._stream = torch.cuda.current_stream()
 
     def upload(self, x: torch.Tensor, device: torch.device) -> torch.Tensor | None:
         """x on the device; None if x is empty or larger than a segment."""
@@ -38,8 +39,10 @@ class UploadRing:
         if not 0 < nbytes <= self._nbytes:
             return None
         with self._lock:
-            if self._head + nbytes > (self._segment + 1) * self._nbytes:
+            stream = torch.cuda.current_stream()
+            if stream != self._stream or self._head + nbytes > (self._segment + 1) * self._nbytes:
                 self._take_next_segment()
+                self._stream = stream
             begin, self._head = self._head, -(-(self._head + nbytes) // _ALIGNMENT) * _ALIGNMENT
             ctypes.memmove(self._address + begin, x.data_ptr(), nbytes)
             staged = self._memory[begin : begin + nbytes].view(x.dtype).view(x.shape)
@@ -47,7 +50,7 @@ class UploadRing:
 
     def _take_next_segment(self) -> None:
         copied: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record(torch.cuda.current_stream())
+        copied.record(self._stream)
         self._copied[self._segment] = copied
         self._segment = (self._segment + 1) % _SEGMENTS
         self._head = self._segment * self._nbytes

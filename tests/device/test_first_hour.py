@@ -5,6 +5,7 @@
 from contextlib import closing
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from moedge.offload import errors as cuda_error
 from moedge.offload.device import HostMemory
 from moedge.offload.machine.hardware import Hardware
 from moedge.offload.machine.profile import Machine, PinLimit
+from moedge.offload.stream.cuda_lane import CudaLane
 from moedge.quant.kernels import upload as uploads
 from moedge.quant.kernels.upload import RING_NBYTES, UploadRing, open_ring, upload
 from moedge.runtime.kv.cache import ParkingMemory
@@ -116,6 +118,61 @@ def test_a_place_of_the_ring_is_used_again_when_it_was_copied(fakes: ModuleType)
         careless = Careless(torch.empty(4 * PAGE, dtype=torch.uint8, pin_memory=True))
         with pytest.raises(fakes.simulator.Race):
             fill(careless, fake)
+
+
+@pytest.mark.parametrize("asks", [False, True], ids=["as it is", "one that asks how long copies took"])
+def test_an_engine_ends_with_the_cause_though_events_have_no_times_any_more(
+    asks: bool, case: Any, fakes: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an error of the device, `elapsed_time` raises one of its own."""
+    tiny, close = case("mixtral"), CudaLane.close
+
+    def broken(*arguments: Any) -> Any:
+        monkeypatch.setattr(fakes.simulator.Event, "elapsed_time", Mock(side_effect=RuntimeError("no time")))
+        raise RuntimeError("the cause")
+
+    def asking(lane: CudaLane) -> None:
+        close(lane)
+        assert lane.seconds_busy >= 0
+
+    def break_later() -> None:
+        monkeypatch.setattr(CudaLane, "wait", broken)
+
+    monkeypatch.setattr(CudaLane, "close", asking if asks else close)
+    with fakes.FakeDevice() as fake:
+        plan = tiny.held(fake.device, 0.5, on_disk=False)
+        with pytest.raises(RuntimeError) as ended:
+            tiny.run(plan, fake.device, loaded_now=break_later)
+    assert str(ended.value) == ("no time" if asks else "the cause")
+
+
+class Forgetful(UploadRing):
+    """Believes that whatever was copied was copied by the stream of today."""
+
+    _stream = property(lambda self: torch.cuda.current_stream(), lambda self, stream: None)  # type: ignore[assignment]
+
+
+def alternate(ring: UploadRing, fake: Any) -> None:
+    """Two streams, each for fewer uploads than a segment has room for."""
+    streams = fake.machine.compute, torch.cuda.Stream()
+    sent = []
+    for index, x in enumerate(torch.arange(6400).view(-1, 16)):
+        with torch.cuda.stream(streams[index // 7 % 2]):
+            sent.append((x, ring.upload(x, fake.torch_device)))
+    torch.cuda.synchronize()
+    streams[1].synchronize()
+    assert all(there is not None and torch.equal(there.cpu(), x) for x, there in sent)
+
+
+def test_the_ring_for_uploads_serves_two_streams(fakes: ModuleType) -> None:
+    for seed in range(5):
+        with fakes.FakeDevice(seed) as fake:
+            alternate(UploadRing(torch.empty(4 * PAGE, dtype=torch.uint8, pin_memory=True)), fake)
+    with fakes.FakeDevice() as fake:
+        fake.machine.haste = 0.0
+        forgetful = Forgetful(torch.empty(4 * PAGE, dtype=torch.uint8, pin_memory=True))
+        with pytest.raises(fakes.simulator.Race):
+            alternate(forgetful, fake)
 
 
 def test_what_libraries_take_is_counted_before_the_plan(fakes: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,16 +16,19 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moedge.offload.machine.profile import HEADS, TOGETHER
+from moedge.offload.machine.profile import HEADS, TOGETHER, PinLimit
 from moedge.quant.formats.format import ASSUMED
 from moedge.quant.matmul.matmul import Matmul, Workspace
 from moedge.quant.scratch import scratch_nbytes
 from moedge.quant.tensor import pack
 from moedge.runtime.attention.kernels.operands import decode_cut, extend_cut
 from moedge.runtime.plan import presets
+from moedge.runtime.plan.cost_model import CostModel
+from moedge.runtime.plan.planner import solve
 from moedge.runtime.plan.presets import SHARED_HEADS, with_preset
-from moedge.runtime.plan.rates import Curve
-from support.plans_page import ROOT, machine
+from moedge.runtime.plan.rates import Curve, rates_of
+from moedge.runtime.settings.settings import Settings
+from support.plans_page import GIB, JOB, ROOT, machine, question, shape_of
 
 VIEWS = {
     "view", "_unsafe_view", "slice", "select", "t", "transpose", "unsqueeze", "unbind", "as_strided", "expand",
@@ -170,3 +173,24 @@ def test_instructions_are_those_that_kernels_compile_to(arch: int) -> None:
             compare(prompts, presets._PROMPTS[major][kind], f"prompts {kind}")
     for name, counts in found["weights"].items():
         compare(counts.values(), ASSUMED[name].instructions[major], name)
+
+
+def test_what_cannot_be_page_locked_crosses_the_link_at_the_speed_of_a_copy_in_host_memory() -> None:
+    """Under WSL2 about 1 GiB can be; the rest is copied by the host into a page-locked ring first."""
+    card, found, wall = "RTX 3060 12GB", machine("RTX 3060 12GB"), PinLimit(5 * GIB // 4, True)
+    settings = Settings(quant="nf4", kv="int4", tokens_per_pass=512, max_sequences=128)
+    plan = solve(question("Qwen3-30B-A3B", card, 32, settings)).plan
+    assert plan.staging is not None
+    assert plan.staging.disk_nbytes == 0
+    free, walled = (
+        CostModel(shape_of("Qwen3-30B-A3B"), rates_of(replace(found, pin=pin), on_device=True)).predict(plan, JOB)
+        for pin in (None, wall)
+    )
+    assert found.link is not None
+    link = found.link.pinned_bytes_s
+    assert link is not None
+    locked, copied_bytes_s = GIB / plan.staging.staged_nbytes, found.memory_bytes_s / 3
+    assert copied_bytes_s < link
+    assert free.busy_s["link"] == pytest.approx(free.link_nbytes / link)
+    wanted = walled.link_nbytes * (locked / link + (1 - locked) / copied_bytes_s)
+    assert walled.busy_s["link"] == pytest.approx(wanted)

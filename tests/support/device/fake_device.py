@@ -198,9 +198,9 @@ class FakeDevice(TorchFunctionMode):
     def _sent(self, source: torch.Tensor, non_blocking: bool) -> None:
         """A copy to the device: what is page-locked is read when the stream comes to it, the rest before the return."""
         begin, end = _bytes_of(source)
-        pinned = self.cuda.is_pinned(begin, end)
+        pinned, stream = self.cuda.is_pinned(begin, end), self.cuda.current_stream()
         if not non_blocking:
-            self._synchronize(self.machine.compute)
+            self._synchronize(stream)
         elif pinned and begin < end:
             view, seen = source, _checksum(source)
 
@@ -208,8 +208,8 @@ class FakeDevice(TorchFunctionMode):
                 if _checksum(view) != seen:
                     raise simulator.Race("host memory was overwritten before the device had copied it")
 
-            self.machine.compute.steps.append(look)
-            self.cuda.under_way(begin, end, self.machine.compute)
+            stream.steps.append(look)
+            self.cuda.under_way(begin, end, stream)
 
     def _fetched(self, target: torch.Tensor, non_blocking: bool) -> None:
         """A copy to the host, which was done at once: unless it was waited for, nothing of it is there yet."""
