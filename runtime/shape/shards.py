@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from ...quant.formats.format import CODE_BITS, OPTION_DTYPES, QUANT_FORMATS, ROWS, FormatError, Layout, get_format
 from ...quant.scratch import scratch_nbytes
@@ -308,6 +309,7 @@ def lies_unpacked(shape: ModelShape, format_name: str, dtype: str) -> bool:
     return not (shape.num_experts and turned)
 
 
+@lru_cache(maxsize=64)
 def copied_nbytes(shape: ModelShape, format_name: str, dtype: str) -> int:
     """Bytes that a store of all weights writes: none where they lie in the checkpoint's files as they are."""
     return 0 if lies_unpacked(shape, format_name, dtype) else weights_nbytes(shape, format_name, dtype)

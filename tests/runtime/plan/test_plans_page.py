@@ -114,7 +114,7 @@ def test_weights_stream_only_where_that_gains_more_than_predictions_are_good_for
     """Against the choices that always take the fastest plan, and always one that holds all weights."""
 
     def chosen(worth: float, gpu_mem: str, most: int | None) -> PlanResult:
-        settings = Settings(quant="int4", kv="int4", max_sequences=most)
+        settings = Settings(quant="int4", kv="int4", max_sequences=most, host_kv="off")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(planner, "WORTH_STREAMING", worth)
             return solve(question("Qwen3-30B-A3B", "RTX 4090 24GB", 64, settings, gpu_mem=gpu_mem))
@@ -199,6 +199,8 @@ def test_speed_in_a_format_grows_with_the_budget_of_a_card(name: str, card: str,
     before = 0.0
     for gib in [*(each / 4 for each in quarters), *(each / 10 for each in near)]:
         found = solve(question(name, card, 64, settings, gpu_mem=f"{int(gib * 1024)}MiB"))
-        assert found.prediction.generated_tok_s >= before * (1 - 1e-9), gib
-        before = found.prediction.generated_tok_s
-    assert before > 100
+        # Loading and generating together decide; cohorts in host memory cross the link whole, filled or not.
+        rows_s = 10_000 / found.prediction.total_s
+        assert rows_s >= before * (1 - (1e-9 if found.plan.host_kv is None else 5e-3)), gib
+        before = rows_s
+    assert before > 0.4
