@@ -186,7 +186,7 @@ _EXTEND = {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (64, 32, 8, 2)}
 # values of heads of 64 wrongly and reads beyond shared memory.
 _EXTEND_MIXED = {**_EXTEND, 64: (32, 64, 4, 2)}
 # Tensor cores would round float32: products are multiply-adds, which only few rows keep in registers.
-_WIDE = {64: (16, 32, 4, 1), 128: (16, 32, 4, 1), 256: (16, 16, 8, 1)}
+_WIDE = {64: (16, 32, 4, 1), 128: (16, 16, 4, 1), 256: (16, 16, 8, 1)}
 # Below sm80 Triton (since 3.3) turns tl.dot into multiply-adds that spill: products are written out there, and only few
 # rows keep them in registers. By the narrower format of keys and values: a warp loads half as many bytes of int4.
 _DECODE_NO_DOT = {
