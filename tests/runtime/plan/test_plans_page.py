@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from moedge.offload.budget import gib
+from moedge.offload.budget import gib as in_gib
 from moedge.runtime.jobs.job_plan import plan_request
 from moedge.runtime.plan import planner
 from moedge.runtime.plan.planner import PlanResult, solve
@@ -142,7 +142,7 @@ def test_the_readme_has_the_plan_of_today(tmp_path: Path) -> None:
     plan, told, text = found.plan, found.prediction, (ROOT / "README.md").read_text()
     busy = {name: told.busy_s[name] / told.seconds for name in told.busy_s}
     assert plan.host_kv is not None
-    cohorts = f"{plan.host_kv.count} cohorts, {gib(plan.host_kv.nbytes)} cross the link in every pass"
+    cohorts = f"{plan.host_kv.count} cohorts, {in_gib(plan.host_kv.nbytes)} cross the link in every pass"
     assert (
         f"{plan.kv_sequences} sequences at full length on the GPU, {plan.host_kv.sequences} in RAM ({cohorts})" in text
     )
