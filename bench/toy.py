@@ -56,6 +56,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     ),
     "own_files": ("--model {model} --stores {out} --ram {ram} --sequences 2 --passes 1 --rounds 1",),
     "picture": ("docs/measurements/in-memory.json --out {out}/picture.svg",),
+    "ram_division": ("--ram 6GiB",),
     "planner": (
         "budgets --model demo --rows 4 --shorter 16 --results {out}/planner.jsonl",
         "table --results {out}/planner.jsonl",

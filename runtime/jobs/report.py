@@ -58,6 +58,7 @@ def moved(loaded: LoadedEngine) -> Moved:
 
 def stalls(loaded: LoadedEngine) -> Stalls:
     disk, link = loaded.streamed.seconds_waited
+    link += loaded.host_kv.seconds_waited if loaded.host_kv else 0
     return Stalls(disk, link if loaded.device else None)
 
 

@@ -125,6 +125,7 @@ class HostKV:
         self._buffers = deque(memory.buffers)
         self._written: deque[_Written] = deque()
         self.nbytes_written = 0
+        self._waited_before = 0.0
 
     @property
     def device_nbytes(self) -> int:
@@ -141,9 +142,15 @@ class HostKV:
         """Bytes that went up the link."""
         return self._stream.nbytes_arrived
 
+    @property
+    def seconds_waited(self) -> float:
+        """Seconds that the device waited for cohorts."""
+        return self._stream.lane.seconds_waited - self._waited_before
+
     def start_counting(self) -> None:
         """Resets the counters."""
         self._stream.nbytes_arrived = self.nbytes_written = 0
+        self._waited_before = self._stream.lane.seconds_waited
 
     def pools(self, cohort: int) -> list[KVPool]:
         """The pools of a cohort, from 1 on, by layer group: to keep and move blocks, not to attend to."""

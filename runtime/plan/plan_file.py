@@ -170,6 +170,12 @@ def load_plan(path: Path, request: PlanRequest) -> Plan:
     _refuse_other_settings(path, plan, request.settings)
     if request.settings.speculate == "off":
         plan = replace(plan, free_tokens=(), undrafted=OFF)
+    hosted = plan.host_kv.host_nbytes if plan.host_kv else 0
+    if hosted > request.settings.host_kv_nbytes(request.budget.host_nbytes):
+        raise SettingError(
+            f"{path} keeps {hosted / GIB:.2f} GiB of keys and values in host memory, and --host-kv "
+            f"{request.settings.host_kv} was asked for; drop one of them"
+        )
     if (plan.budget.device is None) != (request.budget.device is None):
         raise SettingError("the plan computes on another tier than this run would; give its --gpu-mem, or a new plan")
     if request.budget.device is not None:

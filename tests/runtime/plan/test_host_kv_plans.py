@@ -1,13 +1,17 @@
 """Plans that keep sequences in host memory (`runtime/plan/hosting.py`), for cards of data sheets: predictions."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from moedge.runtime.plan.cost_model import CostModel
+from moedge.runtime.plan.plan_file import load_plan
 from moedge.runtime.plan.planner import WORTH_STREAMING, PlanResult, solve
-from moedge.runtime.settings.errors import DoesNotFit
+from moedge.runtime.settings.errors import DoesNotFit, SettingError
 from moedge.runtime.settings.settings import Settings
+from moedge.what_if import document
 from support.plans_page import GIB, question
 
 CARD, RAM = "RTX 4060 8GB", 24
@@ -65,3 +69,12 @@ def test_a_processor_has_its_sequences_in_host_memory_already() -> None:
         solve(replace(request, budget=replace(request.budget, device=None, host_nbytes=GIB)))
     found = solve(replace(request, budget=replace(request.budget, device=None)))
     assert found.plan.host_kv is None
+
+
+def test_a_saved_plan_keeps_no_more_in_host_memory_than_is_asked_for(tmp_path: Path) -> None:
+    found, path = chosen("Qwen3-30B-A3B"), tmp_path / "plan.json"
+    path.write_text(json.dumps(document("a model", found, [], [], 0)))
+    assert load_plan(path, found.request) == found.plan
+    for size in ("off", "1GiB"):
+        with pytest.raises(SettingError, match=rf"keys and values in host memory, and --host-kv {size} was asked for"):
+            load_plan(path, found.request.with_settings(host_kv=size))
