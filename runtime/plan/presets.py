@@ -105,9 +105,9 @@ DRAW_CLOCKS = 11.3
 # To draw tokens: settings of the rows go up, a kernel draws, tokens come down (tests/device/test_host_cost.py).
 DRAW_LAUNCHES = 3
 # A layer of a cohort in host memory: what attention launches, its copy and the events around it, and Python of the
-# window. And for the layer itself: its new tokens are stored apart, copied down and written to their places by the host,
-# in 12 operations of torch. Counted as
-# tests/device/host_cost.json is: with one cohort a layer starts 13 kernels more while decoding (int8 keys), 30 of prompts.
+# window. And for the layer itself: its new tokens are stored apart, copied down, and put in place by the host, in 12
+# operations of torch. Counted as tests/device/host_cost.json is: with one cohort a layer starts 13 kernels more while
+# decoding (int8 keys), and 30 more of prompts.
 COHORT_LAUNCHES, COHORT_CALLS, COHORT_PYTHON_S = 9, 9, SLOWER * 25e-6
 WRITE_LAUNCHES, WRITE_CALLS, WRITE_PYTHON_S = 6, 3, SLOWER * 12 * 10e-6
 # What nobody can count to more than nothing.
