@@ -204,8 +204,9 @@ class HostKV:
 
     def close(self) -> None:
         """Frees the memory, once nothing moves any more."""
-        self.settle()
+        # It waits for compute's copies, too; where they end does not matter any more.
         self._stream.close()
+        self._written.clear()
         self._memory.close()
 
     def _settle_oldest(self) -> None:

@@ -147,7 +147,8 @@ def test_kernels_that_are_right_are_used_and_nothing_is_said(
     assert "torch computes" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("way", ["raises", pytest.param("is wrong", marks=pytest.mark.slow)])
+@pytest.mark.sample("cache-raises")
+@pytest.mark.parametrize("way", ["raises", "is wrong"])
 @pytest.mark.parametrize("family", KERNELS)
 def test_a_broken_family_falls_back_alone_and_the_job_ends(
     family: str,

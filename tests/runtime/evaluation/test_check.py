@@ -186,6 +186,7 @@ PLANTED: dict[str, tuple[dict[str, int], tuple[str, str, str], bool, str]] = {
 ELSEWHERE = {
     "rows beyond two blocks", "heads of a group", "elements of a query", "groups of MXFP4", "rows of an expert",
     "columns of a Triton product", "rows of a Triton product", "keys of a Triton split", "elements of a Triton head",
+    "halves of Triton's int4 keys", "zero points of Triton's int4 values",
 }  # fmt: skip
 
 
