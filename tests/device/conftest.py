@@ -10,8 +10,10 @@ import pytest
 
 from moedge.computing import ALLOCATOR, ALLOCATOR_VARIABLES
 from moedge.runtime.loading.prepare import prepare
+from moedge.runtime.sampling.kernel import RowSizes, draw
 from moedge.runtime.settings.settings import Budgets
 from moedge.runtime.source.model_source import open_source
+from moedge.runtime.weights import key_offsets
 from support.device import expert_modes, fake_device
 from support.device import host_cost as costs
 from support.device import host_kv as hosted
@@ -66,6 +68,17 @@ def case(
             return made[family, quant]
 
         yield make
+
+
+@pytest.fixture(autouse=True, scope="module")
+def what_the_interpreter_can_bear() -> Iterator[None]:
+    """Fewer tokens for the offsets of keys, and narrow chunks for the kernel that draws: each is measured or tried at
+    every load, and the interpreter takes a second for what a device does in a millisecond.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(key_offsets, "MAX_TOKENS", 5)
+        patch.setattr(draw, "__defaults__", (RowSizes(64, 128),))
+        yield
 
 
 @pytest.fixture(autouse=True)

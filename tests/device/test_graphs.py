@@ -68,7 +68,8 @@ def run(tiny: Any, fake: Any, temperature: float = 0.0) -> tuple[Any, LayerGraph
 @pytest.mark.parametrize(
     ("family", "quant", "kv"),
     [
-        ("qwen3_moe", "nf4", "int8"),
+        ("llama", "int8", "bf16"),
+        pytest.param("qwen3_moe", "nf4", "int8", marks=pytest.mark.slow),
         pytest.param("gpt_oss", "int8", "int4", marks=pytest.mark.slow),
         pytest.param("mixtral", "int4", "bf16", marks=pytest.mark.slow),
         pytest.param("gemma3_text", "int8", "int8", marks=pytest.mark.slow),
@@ -308,7 +309,7 @@ def test_an_argument_that_may_change_is_not_recorded(case: Any, fakes: ModuleTyp
 
 
 def test_the_kernels_of_a_run_name_graphs(case: Any, fakes: ModuleType) -> None:
-    tiny, fake = short(case("qwen3_moe", "nf4"), kv="int8"), fakes.FakeDevice(5, capability=AMPERE)
+    tiny, fake = short(case("qwen3_moe", "nf4"), kv="bf16"), fakes.FakeDevice(5, capability=AMPERE)
     plan = tiny.plan(fake.device, 1.0)
     with fake:
         loaded = load.load_engine(tiny.source, plan, None, fake.device)

@@ -117,6 +117,7 @@ def test_a_sampler_copies_only_rows_whose_logits_change(samplers: tuple[Sampler,
 
 def test_a_device_that_draws_otherwise_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "VOCAB", 97)
+    monkeypatch.setattr(draw, "__defaults__", (RowSizes(64, 64),))
     assert wrong_draw(torch.device("cpu")) == ""
     right = kernel.draw
 
