@@ -158,9 +158,9 @@ class SearchSpace:
         return sizes
 
     def sequences(self, tokens: int) -> Iterator[int]:
-        """Numbers of live sequences to try: steps of a sixth to a quarter, and those that make equal rounds."""
+        """Numbers of live sequences to try: steps of a thirtieth to a sixteenth, and those that make equal rounds."""
         most = min(self.most_live, tokens)
-        steps = {step << power for power in range(13) for step in (1, 5, 6, 7)}
+        steps = {step << power for power in range(9) for step in range(1, 32)}
         equal = {-(-self.request.workload.sequences // rounds) for rounds in range(1, 9)}
         yield from sorted({live for live in steps | equal | {most} if live <= most})
 
