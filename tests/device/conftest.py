@@ -15,6 +15,7 @@ from moedge.runtime.source.model_source import open_source
 from support.device import expert_modes, fake_device
 from support.device import host_cost as costs
 from support.device import host_kv as hosted
+from support.device import segments as reserved
 from support.device import tiny_engine as tiny
 from support.stream import seeded_bugs
 
@@ -42,6 +43,11 @@ def modes() -> ModuleType:
 @pytest.fixture(scope="session")
 def bugs() -> ModuleType:
     return seeded_bugs
+
+
+@pytest.fixture(scope="session")
+def segments() -> ModuleType:
+    return reserved
 
 
 @pytest.fixture(scope="session")
