@@ -231,9 +231,10 @@ def extend_cut(head_dim: int, group: int, wide: bool, mixed: bool) -> Cut:
 def num_splits(programs: int, processors: int, longest: int, keys: int) -> int:
     """The number of splits, a power of two.
 
-    There are enough programs to fill the GPU twice, none with fewer than four runs of keys, or than 256 keys.
+    There are enough programs to fill the GPU twice, none with fewer than four runs of keys, or than 256 keys, and none
+    with fewer than 64.
     """
-    wanted = min(2 * processors // programs, longest // min(4 * keys, 256), MAX_SPLITS)
+    wanted = min(2 * processors // programs, longest // max(64, min(4 * keys, 256)), MAX_SPLITS)
     return padded(max(wanted, 1) + 1) // 2
 
 
