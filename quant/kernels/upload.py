@@ -59,6 +59,8 @@ class UploadRing:
 
 
 _rings: dict[torch.device, UploadRing | None] = {}
+# Engines of one device may be loaded by several threads.
+_opening = threading.Lock()
 
 
 def open_ring(device: torch.device) -> int:
@@ -66,15 +68,16 @@ def open_ring(device: torch.device) -> int:
 
     Call it before other memory is page-locked. If the machine refuses, uploads wait for the device.
     """
-    if device in _rings or device.type == "cpu":
-        return 0
-    try:
-        memory = torch.empty(RING_NBYTES, dtype=torch.uint8, pin_memory=True)
-    except RuntimeError:
-        _rings[device] = None
-        return 0
-    _rings[device] = UploadRing(memory)
-    return RING_NBYTES
+    with _opening:
+        if device in _rings or device.type == "cpu":
+            return 0
+        try:
+            memory = torch.empty(RING_NBYTES, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError:
+            _rings[device] = None
+            return 0
+        _rings[device] = UploadRing(memory)
+        return RING_NBYTES
 
 
 def upload(x: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -248,7 +248,7 @@ class _Layer:
 
 class TorchAttention:
     """Computes generated tokens and chunks of prompts over keys and values that are gathered from the cache into a
-    scratch that only grows; tokens of several sequences at once.
+    scratch; tokens of several sequences at once.
 
     `tiled` computes query rows in tiles aligned to their position in the sequence, over keys padded to a multiple of
     TILE_KEYS: the bits of a token's result then depend neither on its chunk nor on the batch or the block size.
@@ -372,7 +372,8 @@ class TorchAttention:
 
 
 class CacheReader:
-    """Gathers keys and values of one sequence into a scratch that only grows; each read overwrites the last one's."""
+    """Gathers keys and values of one sequence into a scratch. On a CPU it only grows, and each read overwrites the last
+    one's."""
 
     def __init__(self, cache: KVCache, dtype: torch.dtype, device: torch.device | str) -> None:
         self._cache = cache
@@ -415,9 +416,12 @@ class CacheReader:
         """Uninitialized keys and values [H, length, D]."""
         widths = (group.head_dim, group.value_dim)
         numels = [group.kv_heads * length * width for width in widths]
-        if self._scratch.numel() < sum(numels):
-            self._scratch = self._scratch.new_empty(sum(numels))
-        parts = torch.split(self._scratch[: sum(numels)], numels)
+        scratch = self._scratch
+        if scratch.numel() < sum(numels):
+            scratch = scratch.new_empty(sum(numels))
+            # A device's allocator keeps the memory, and what stayed while it grew would divide that of later passes.
+            self._scratch = scratch if scratch.device.type == "cpu" else self._scratch
+        parts = torch.split(scratch[: sum(numels)], numels)
         return [part.view(group.kv_heads, length, width) for part, width in zip(parts, widths, strict=True)]
 
 

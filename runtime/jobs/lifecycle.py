@@ -21,7 +21,8 @@ from ...offload.device import Device
 from ...offload.memory import Heap, reset_host_peak
 from ..attention.cohorts import CohortAttention
 from ..engine.lookup import MOST_DRAFTED
-from ..engine.sequence import Sequence
+from ..engine.scheduler import Scheduler
+from ..engine.sequence import Sequence, SequenceStatus
 from ..loading.engine_loader import LoadedEngine, LoadedModel, load_engine, load_with_fallback
 from ..loading.machine_memory import limit_pins, open_memory
 from ..loading.prepare import release_memory, store_for
@@ -87,9 +88,10 @@ def rehearse(loaded: LoadedEngine, plan: Plan, workload: Workload, tokens: Itera
     """Runs one pass with as many prompt tokens and sampled rows as the plan allows, and one with as many drafted ones;
     the engine is as new afterwards.
 
-    Where Triton kernels compute attention, the longest prompt of one pass follows, and a pass that decodes over it and
-    so splits its keys. `tokens` come from `prompt_tokens`. Raises SettingError if values overflow in fp16. Check the
-    engine's ledger after it: the peaks of the process are those of the worst pass then.
+    On a device, and where Triton kernels compute attention, passes follow at the end of the longest sequences, of a
+    prompt and of generated tokens, which attend to more than others and split their keys: the job's find all memory
+    that they need reserved. `tokens` come from `prompt_tokens`. Raises SettingError if values overflow in fp16. Check
+    the engine's ledger after it: the peaks of the process are those of the worst pass then.
     """
     engine = loaded.engine
     live = min(plan.max_sequences, plan.tokens_per_pass, workload.sequences)
@@ -102,9 +104,10 @@ def rehearse(loaded: LoadedEngine, plan: Plan, workload: Workload, tokens: Itera
     failed = _run_alone(loaded, live, length, 1, tokens)
     if plan.free_tokens:
         _run_drafted(loaded, live, min(workload.longest, plan.kv_tokens), next(tokens))
-    longest = min(plan.tokens_per_pass, workload.longest - 2, plan.kv_tokens - 2)
-    if plan.attention == "triton" and longest > 0:
-        failed += _run_alone(loaded, 1, longest, 2, tokens)
+    if plan.attention == "triton" or loaded.device is not None:
+        longest = max(1, min(workload.longest, plan.kv_tokens) - 1)
+        share = (plan.kv_tokens * cached - longest) // max(1, live - 1)
+        failed += _run_late(loaded, live, longest, share, tokens)
     if plan.attention == "triton":
         # Launches every kernel that attention may need in the job, for all layers that were rehearsed.
         # Imports Triton.
@@ -157,6 +160,40 @@ def _run_drafted(loaded: LoadedEngine, live: int, longest: int, token: int) -> N
         engine.add(Sequence(list(prompt), params))
     engine.step()
     engine.abort(lambda sequence: True)
+
+
+def _run_late(loaded: LoadedEngine, live: int, longest: int, share: int, tokens: Iterator[int]) -> int:
+    """Runs a pass that begins `live` sequences, one that ends a prompt of `longest` tokens, and one of a token of each,
+    with `longest` tokens in the first and up to `share` in the others.
+
+    What they attend to was never computed. Returns the number that got logits that are not finite in the first pass.
+    """
+    engine, scheduler = loaded.engine, loaded.engine.scheduler
+    most = scheduler.limits.tokens_per_pass
+    for length in (max(1, min(most - live + 1, longest // 2)), *(live - 1) * (1,)):
+        params = SequenceSampling(longest + 1 - length, temperature=1.0, ignore_eos=True)
+        engine.add(Sequence(list(islice(tokens, length)), params))
+    failed = sum(sequence.finish_reason == "error" for sequence in engine.step())
+    running, scheduler.running = scheduler.running, scheduler.running[:1]
+    _skip(scheduler, scheduler.running, longest, max(1, min(most, longest // 2)))
+    if engine.busy:
+        engine.step()
+    scheduler.running = [sequence for sequence in running if sequence.status is SequenceStatus.RUNNING]
+    _skip(scheduler, scheduler.running, min(longest, share), 1)
+    if engine.busy:
+        engine.step()
+    engine.abort(lambda sequence: True)
+    return failed
+
+
+def _skip(scheduler: Scheduler, sequences: Items[Sequence], end: int, count: int) -> None:
+    """Gives sequences `end` tokens, as far as the cache has room, of which all but `count` pass for stored."""
+    cache, most = scheduler.cache, scheduler.limits.tokens_per_pass
+    for sequence in sequences:
+        table = sequence.table
+        while (more := min(most, end - count - table.num_tokens)) > 0 and cache.grow(table, table.num_tokens + more):
+            cache.store(table, more)
+        sequence.output_ids += [0] * (table.num_tokens + count - sequence.num_tokens)
 
 
 # What the process may grow by beside passes, as a share of the budget and at least: rows, answers, tables, the heap.

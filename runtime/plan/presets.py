@@ -33,7 +33,7 @@ MEMORY_SHARE, ISSUE_SHARE, PEAK_SHARE, LINK_SHARE = 0.7, 0.4, 0.5, 0.8
 # those for a weight are with its format (`Assumed`).
 _DECODE = {
     0: {
-        "native": (156.6, 112.4, 115.0),
+        "native": (65.2, 45.4, 47.6),
         "int8": (84.2, 102.0, 74.6),
         "int8/int4": (105.2, 100.4, 85.8),
         "int4": (92.0, 101.6, 92.0),

@@ -17,6 +17,7 @@ from moedge.runtime.weights import key_offsets
 from support.device import expert_modes, fake_device
 from support.device import host_cost as costs
 from support.device import host_kv as hosted
+from support.device import segments as reserved
 from support.device import tiny_engine as tiny
 from support.stream import seeded_bugs
 
@@ -44,6 +45,11 @@ def modes() -> ModuleType:
 @pytest.fixture(scope="session")
 def bugs() -> ModuleType:
     return seeded_bugs
+
+
+@pytest.fixture(scope="session")
+def segments() -> ModuleType:
+    return reserved
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,10 @@
 (`offload/device.py`, `quant/kernels/upload.py`, `runtime/loading/machine_memory.py`).
 """
 
-from contextlib import closing
+import sys
+import threading
+from contextlib import closing, nullcontext
+from itertools import product
 from types import ModuleType
 from typing import Any
 from unittest.mock import Mock
@@ -10,6 +13,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from moedge.moe.streaming_mode import Mode
 from moedge.offload import device as slab
@@ -173,6 +177,72 @@ def test_the_ring_for_uploads_serves_two_streams(fakes: ModuleType) -> None:
         forgetful = Forgetful(torch.empty(4 * PAGE, dtype=torch.uint8, pin_memory=True))
         with pytest.raises(fakes.simulator.Race):
             alternate(forgetful, fake)
+
+
+def together(ring: UploadRing, fake: Any) -> list[Any]:
+    """Four threads, each with its uploads, as of several models in one process; what went wrong."""
+    begin, wrong = threading.Barrier(4), []
+
+    def work(first: int) -> None:
+        # Modes of torch are a thread's own.
+        TorchFunctionMode.__enter__(fake)
+        try:
+            begin.wait()
+            sent = [(x, ring.upload(x, fake.torch_device)) for x in torch.arange(first, first + 1600).view(-1, 16)]
+            torch.cuda.synchronize()
+            wrong.extend(x for x, there in sent if there is None or not torch.equal(there.cpu(), x))
+        except Exception as error:
+            wrong.append(error)
+        finally:
+            TorchFunctionMode.__exit__(fake, None, None, None)
+
+    threads = [threading.Thread(target=work, args=(10_000 * number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return wrong
+
+
+def test_the_ring_for_uploads_serves_threads(fakes: ModuleType) -> None:
+    """An engine has one thread that uploads, but a process may have several engines on a device."""
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        found = {True: 0, False: 0}
+        for seed, locked in product(range(4), found):
+            with fakes.FakeDevice(seed) as fake:
+                ring = UploadRing(torch.empty(4 * PAGE, dtype=torch.uint8, pin_memory=True))
+                # The planted race.
+                ring._lock = ring._lock if locked else nullcontext()  # type: ignore[assignment]
+                found[locked] += len(together(ring, fake))
+    finally:
+        sys.setswitchinterval(switch)
+    assert found[True] == 0 < found[False]
+
+
+def test_threads_that_load_at_once_open_one_ring(fakes: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second comes while the first one's memory is being page-locked."""
+    opened: list[int] = []
+
+    def slowly(*size: Any, **options: Any) -> torch.Tensor:
+        if options.get("pin_memory") and late.ident is None:
+            late.start()
+            late.join(0.2)
+        return empty(*size, **options)
+
+    def open_too() -> None:
+        TorchFunctionMode.__enter__(fake)
+        opened.append(open_ring(fake.torch_device))
+        TorchFunctionMode.__exit__(fake, None, None, None)
+
+    empty, late = torch.empty, threading.Thread(target=open_too)
+    with fakes.FakeDevice() as fake:
+        monkeypatch.setattr(torch, "empty", slowly)
+        opened.append(open_ring(fake.torch_device))
+        late.join()
+        assert sorted(opened) == [0, RING_NBYTES]
+        assert fake.cuda.nbytes_pinned == RING_NBYTES
 
 
 def test_what_libraries_take_is_counted_before_the_plan(fakes: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

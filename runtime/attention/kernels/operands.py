@@ -187,10 +187,15 @@ _EXTEND = {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (64, 32, 8, 2)}
 _EXTEND_MIXED = {**_EXTEND, 64: (32, 64, 4, 2)}
 # Tensor cores would round float32: products are multiply-adds, which only few rows keep in registers.
 _WIDE = {64: (16, 32, 4, 1), 128: (16, 16, 4, 1), 256: (16, 16, 8, 1)}
+# Over codes of two kinds, 4 warps spill up to 256 bytes.
+_WIDE_CODES = {**_WIDE, 128: (16, 32, 8, 1)}
 # Below sm80 Triton (since 3.3) turns tl.dot into multiply-adds that spill: products are written out there, and only few
-# rows keep them in registers. By the narrower format of keys and values: a warp loads half as many bytes of int4.
+# rows keep them in registers. By the narrower format of keys and values: a warp loads half as many bytes of int4. Sums
+# of native ones take half as many instructions where a warp has them to itself; where up to two heads share a key they
+# are few anyway, and twice as many warps have room.
 _DECODE_NO_DOT = {
-    "native": {64: (4, 16, 4, 1), 128: (4, 16, 4, 1), 256: (4, 16, 8, 1)},
+    "native": {64: (4, 8, 1, 1), 128: (4, 4, 1, 1), 256: (4, 4, 2, 1)},
+    "native, few heads": {64: (2, 8, 2, 1), 128: (2, 8, 2, 1), 256: (2, 8, 4, 1)},
     "int8": {64: (4, 16, 4, 1), 128: (2, 16, 8, 1), 256: (4, 16, 8, 1)},
     "int4": {64: (2, 16, 2, 1), 128: (2, 16, 4, 1), 256: (4, 16, 8, 1)},
 }
@@ -208,25 +213,28 @@ def decode_cut(capability: tuple[int, int], head_dim: int, group: int, wide: boo
     `kind` is the narrower of the formats of keys and values: native, int8 or int4.
     """
     if has_dot(capability):
-        cut = _with_dot((_WIDE if wide else _DECODE[kind])[_size(head_dim)], group)
+        sizes = _DECODE[kind] if not wide else _WIDE if kind == "native" else _WIDE_CODES
+        cut = _with_dot(sizes[_size(head_dim)], group)
         return cut if wide or kind == "native" else cut._replace(heads=cut.rows, turned=True)
-    rows, keys, warps, stages = _DECODE_NO_DOT[kind][_size(head_dim)]
+    sizes = _DECODE_NO_DOT["native, few heads" if kind == "native" and group <= 2 else kind]
+    rows, keys, warps, stages = sizes[_size(head_dim)]
     heads = min(rows, group)
     return Cut(padded(heads), heads, keys, warps, stages, dot=False)
 
 
 def extend_cut(head_dim: int, group: int, wide: bool, mixed: bool) -> Cut:
     """The sizes for runs of tokens, on GPUs with `has_dot`; `mixed` if keys and values have different formats."""
-    sizes = _WIDE if wide else _EXTEND_MIXED if mixed else _EXTEND
+    sizes = ((_EXTEND, _EXTEND_MIXED), (_WIDE, _WIDE_CODES))[wide][mixed]
     return _with_dot(sizes[_size(head_dim)], group)
 
 
 def num_splits(programs: int, processors: int, longest: int, keys: int) -> int:
     """The number of splits, a power of two.
 
-    There are enough programs to fill the GPU twice, none with fewer than four runs of keys, or than 256 keys.
+    There are enough programs to fill the GPU twice, none with fewer than four runs of keys, or than 256 keys, and none
+    with fewer than 64.
     """
-    wanted = min(2 * processors // programs, longest // min(4 * keys, 256), MAX_SPLITS)
+    wanted = min(2 * processors // programs, longest // max(64, min(4 * keys, 256)), MAX_SPLITS)
     return padded(max(wanted, 1) + 1) // 2
 
 
