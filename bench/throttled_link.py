@@ -4,11 +4,11 @@
     python -m bench.throttled_link --models dense --shares 0 --passes 3
 
 The engine, the planner and the scheduler are the real ones; the device is a thread of the processor whose memory is
-that of the host, and whose link a copy engine that sleeps (tests/support/device/throttled_device.py). A budget is a share of
-the way from the least that works to all weights held. `measured` are medians of passes in which every sequence decodes
-a token, of all rounds; what layers compute is measured in the same round with everything held and nothing on the link,
-and goes into the simulation (bench/link_events.py) with bytes from the plan. Models have random weights in published
-widths. `LAYER_NBYTES`, by which cohorts are cut, is smaller than on a GPU as the model is.
+that of the host, and whose link is a copy engine that sleeps (tests/support/device/throttled_device.py). A budget is a
+share of the way from the least that works to all weights held. Measured are medians of passes in which every sequence
+decodes a token, a few of each engine in turn. What computing takes is the processor time of its thread; that of an
+engine that holds everything goes into the simulation (tests/support/device/link_events.py), with bytes of the plan.
+Models have random weights in published widths. Cohorts are cut smaller than on a GPU, as the models are.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ import os
 import statistics
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,10 +30,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 from safetensors.torch import save_file
 
-from bench import link_events, make_model
+from bench import make_model
+from bench.link_curves import work_of
 from moedge.quant.kernels.gpu import Gpu, Lacks
 from moedge.runtime.engine.sequence import Sequence
-from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine
+from moedge.runtime.kv.cohorts import CohortSizes
+from moedge.runtime.kv.spec import KVSpec
+from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.plan import hosting
 from moedge.runtime.plan.cost_model import CostModel, _decoding, _PassCosts
 from moedge.runtime.plan.placement import Plan, Workload
@@ -43,10 +45,11 @@ from moedge.runtime.plan.rates import Rates
 from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.settings.settings import DeviceBudget, MemoryBudget, Settings
 from moedge.runtime.source.model_source import ModelSource, open_source
-from support.device.throttled_device import ThrottledCuda, ThrottledDevice
+from support.device.link_events import Seconds, Simulation
+from support.device.throttled_device import ThrottledDevice
 
 HOST_NBYTES = 8 << 30
-VOCAB, WARM = 8191, 2
+VOCAB = 8191
 # More than holds everything.
 HELD_NBYTES = 8 << 30
 # granite-3.0-1b-a400m with 4 of its 24 layers; SmolLM2-135M, whole but for its vocabulary.
@@ -55,7 +58,7 @@ DENSE = {
     "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
     "intermediate_size": 1536, "vocab_size": VOCAB, "max_position_embeddings": 4096,
 }  # fmt: skip
-COHORT_LAYER_NBYTES = 2 << 20
+COHORT_LAYER_NBYTES = 512 << 10
 
 
 def make(name: str, folder: Path, layers: int) -> None:
@@ -95,7 +98,7 @@ def write_dense(config: dict[str, int], folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """So many sequences at most in a budget, which is a share of the way to all weights held; `host_kv` as the option."""
+    """So many sequences at most in a budget, a share of the way to all weights held; `host_kv` as the option."""
 
     model: str
     share: float
@@ -104,8 +107,8 @@ class Case:
 
 
 @dataclass
-class Seconds:
-    """Of passes: whole, computing, attending and inside of layers as parts of that, and copying up, and bytes up."""
+class Measured:
+    """Of passes: seconds, of them computing, attending, inside of layers, and of the link; and bytes that went up."""
 
     whole: list[float] = field(default_factory=list)
     computing: list[float] = field(default_factory=list)
@@ -114,9 +117,9 @@ class Seconds:
     link: list[float] = field(default_factory=list)
     nbytes: list[float] = field(default_factory=list)
 
-    def add(self, other: Seconds) -> None:
-        for name, values in vars(other).items():
-            getattr(self, name).extend(values)
+    def add(self, *figures: float) -> None:
+        for values, figure in zip(vars(self).values(), figures, strict=True):
+            values.append(figure)
 
     def median(self, name: str) -> float:
         return statistics.median(getattr(self, name))
@@ -128,7 +131,7 @@ class Bench:
     def __init__(self, source: ModelSource, options: argparse.Namespace) -> None:
         self.source, self.options = source, options
         # Nearly at their longest while they are measured, as planned for.
-        self.prompt = options.longest - options.passes - 2 * WARM
+        self.prompt = options.longest - options.rounds * (1 + options.passes) - 4
         self.gpu = Gpu((7, 0), 1, Lacks.everything("a processor has no kernels of a GPU"))
         self.costs = CostModel(source.shape, Rates(link_bytes_s=options.link_mbs * 1e6))
 
@@ -148,116 +151,153 @@ class Bench:
         job = self.job(case.sequences)
         return solve(PlanRequest(costs=self.costs, workload=job, budget=budget, settings=settings)).plan
 
-    def run(self, plan: Plan) -> Seconds:
-        with ThrottledDevice(float("inf")) as throttled, torch.inference_mode():
-            with closing(load_engine(self.source, plan, None, throttled.device)) as loaded:
-                return self._decode(loaded, throttled, plan.max_sequences)
-
-    def _decode(self, loaded: LoadedEngine, throttled: ThrottledDevice, sequences: int) -> Seconds:
-        """Passes in which every sequence decodes a token; the link is fast until then."""
-        engine, cuda, seconds = loaded.engine, throttled.cuda, Seconds()
-        generator = torch.Generator().manual_seed(1)
-        for seed in range(sequences):
-            prompt = torch.randint(300, VOCAB, (self.prompt,), generator=generator).tolist()
-            new = self.options.longest - self.prompt
-            engine.add(Sequence(prompt, SequenceSampling(new, temperature=1.0, top_k=50, seed=seed, ignore_eos=True)))
-        engine.step()
-        while engine.scheduler.waiting or any(one.num_pending > 1 for one in engine.scheduler.running):
-            engine.step()
-        attending = Timed(loaded.model.attention, "attend", cuda)
-        inside = Timed(loaded.model.model.get_decoder().layers, "_arrivals", cuda)
-        cuda.bytes_s = self.options.link_mbs * 1e6
-        for index in range(WARM + self.options.passes):
-            cuda.start_counting()
-            attending.seconds = inside.seconds = 0.0
-            begun = time.perf_counter()
-            engine.step()
-            whole = time.perf_counter() - begun
-            if index >= WARM:
-                found = (whole, whole - cuda.waited_s, attending.seconds, inside.seconds, cuda.busy_s, cuda.nbytes)
-                seconds.add(Seconds(*([each] for each in found)))
-        cuda.bytes_s = float("inf")
-        return seconds
-
     def planned(self, plan: Plan) -> tuple[float, float, float]:
         """What the plan says of a pass: seconds of the link, of the device, and of the host."""
         costs = _PassCosts(self.costs._work(plan.quant, plan.dtype, None), plan, self.costs.rates)
         cost = costs.cost(_decoding(self.job(plan.max_sequences), plan.max_sequences))
         return cost.link_s, cost.compute_s, cost.host_s
 
-    def work(self, plan: Plan, held: Seconds) -> link_events.PassWork:
-        """The pass of a plan, whose layers take as long to compute as where everything is held."""
+    def simulated(self, plan: Plan, held: Measured) -> float:
+        """Seconds of a pass whose layers take as long to compute as where everything is held."""
         attending, layers = held.median("attending"), held.median("in_layers")
-        seconds = link_events.Seconds(layers - attending, attending, held.median("computing") - layers)
-        return link_events.work_of(self.source.shape, plan, seconds)
+        seconds = Seconds(layers - attending, attending, held.median("computing") - layers)
+        work = work_of(self.source.shape, plan, seconds)
+        return Simulation(work, self.options.link_mbs * 1e6).run(4)
+
+
+class Running:
+    """An engine on a device of its own, whose sequences have all begun to decode; the link was fast until then."""
+
+    def __init__(self, bench: Bench, plan: Plan) -> None:
+        self.plan, self.measured, self._options = plan, Measured(), bench.options
+        self._throttled = ThrottledDevice(float("inf"))
+        with self._throttled, torch.inference_mode():
+            self._loaded = load_engine(bench.source, plan, None, self._throttled.device)
+            engine, generator = self._loaded.engine, torch.Generator().manual_seed(1)
+            for seed in range(plan.max_sequences):
+                prompt = torch.randint(300, VOCAB, (bench.prompt,), generator=generator).tolist()
+                new = bench.options.longest - bench.prompt
+                sampled = SequenceSampling(new, temperature=1.0, top_k=50, seed=seed, ignore_eos=True)
+                engine.add(Sequence(prompt, sampled))
+            engine.step()
+            while engine.scheduler.waiting or any(one.num_pending > 1 for one in engine.scheduler.running):
+                engine.step()
+        self._attending = Timed(self._loaded.model.attention, "attend")
+        self._inside = Timed(self._loaded.model.model.get_decoder().layers, "_arrivals")
+
+    def burst(self) -> None:
+        """Passes in which every sequence decodes a token; the first follows a pause in which the rings were filled."""
+        cuda = self._throttled.cuda
+        cuda.bytes_s = self._options.link_mbs * 1e6
+        with self._throttled, torch.inference_mode():
+            for index in range(1 + self._options.passes):
+                cuda.start_counting()
+                self._attending.seconds = self._inside.seconds = 0.0
+                computed, begun = time.thread_time(), time.perf_counter()
+                self._loaded.engine.step()
+                whole, computed = time.perf_counter() - begun, time.thread_time() - computed
+                if index:
+                    self.measured.add(
+                        whole, computed, self._attending.seconds, self._inside.seconds, cuda.busy_s, cuda.nbytes
+                    )
+
+    def close(self) -> None:
+        self._throttled.cuda.bytes_s = float("inf")
+        with self._throttled:
+            self._loaded.close()
+        self._throttled.cuda.close()
 
 
 class Timed:
-    """Seconds of a method, or of what it iterates over, beside those in which compute waited."""
+    """Seconds of the processor in a method, or in what it iterates over."""
 
-    def __init__(self, owner: Any, name: str, cuda: ThrottledCuda) -> None:
+    def __init__(self, owner: Any, name: str) -> None:
         self.seconds, method = 0.0, getattr(owner, name)
 
-        def now() -> float:
-            return time.perf_counter() - cuda.waited_s
-
         def timed(*args: Any) -> Any:
-            begun = now()
+            begun = time.thread_time()
             result = method(*args)
             if isinstance(result, Iterator):
                 return iterated(result)
-            self.seconds += now() - begun
+            self.seconds += time.thread_time() - begun
             return result
 
         def iterated(result: Iterator[Any]) -> Iterator[Any]:
-            begun = now()
+            begun = time.thread_time()
             yield from result
-            self.seconds += now() - begun
+            self.seconds += time.thread_time() - begun
 
         object.__setattr__(owner, name, timed)
 
 
-def cases(name: str, options: argparse.Namespace) -> Iterator[tuple[Case, Case]]:
-    """Pairs: the sequences that the device has room for, and twice as many, where the plan may keep them in the host."""
+def plans_of(name: str, bench: Bench, options: argparse.Namespace) -> dict[Case, Plan]:
+    """By budget: the sequences that the device has room for, and twice as many, of which the host may have some.
+
+    Where the plan gives up weights for them instead, also with the same weights and the others in cohorts.
+    """
+    plans = {}
     for share in options.shares:
         one = Case(name, share, options.sequences, "off")
-        yield one, replace(one, sequences=2 * options.sequences, host_kv="auto")
+        plans[one] = bench.plan(one)
+        two = replace(one, sequences=2 * plans[one].max_sequences, host_kv="auto")
+        plans[two] = bench.plan(two)
+        if plans[two].host_kv is None:
+            plans[replace(two, host_kv="given")] = hosted(bench, plans[one])
+    return plans
+
+
+def hosted(bench: Bench, plan: Plan) -> Plan:
+    """The plan with as many sequences more, in cohorts."""
+    specs = [KVSpec(group, plan.kv, plan.kv_block) for group in bench.source.shape.kv_groups]
+    each = [spec.blocks_for(bench.options.longest) for spec in specs]
+    layer = max(count * spec.record_nbytes for spec, count in zip(specs, each, strict=True))
+    count = -(-plan.max_sequences // max(1, COHORT_LAYER_NBYTES // layer))
+    blocks = tuple(-(-plan.max_sequences // count) * one for one in each)
+    sizes = CohortSizes.of(specs, count, plan.max_sequences, blocks, plan.tokens_per_pass)
+    return replace(plan, max_sequences=2 * plan.max_sequences, host_kv=sizes)
 
 
 def table(name: str, bench: Bench, options: argparse.Namespace) -> None:
-    plans: dict[Case, Plan] = {}
-    for one, two in cases(name, options):
-        plans[one] = bench.plan(one)
-        plans[two] = bench.plan(replace(two, sequences=2 * plans[one].max_sequences))
-    measured: dict[Case, Seconds] = defaultdict(Seconds)
-    held: dict[int, Seconds] = defaultdict(Seconds)
-    for _ in range(options.rounds):
-        for sequences in sorted({plan.max_sequences for plan in plans.values()}):
-            held[sequences].add(bench.run(bench.plan(Case(name, 1, sequences, "off"))))
+    plans = plans_of(name, bench, options)
+    with ExitStack() as opened:
+        running, held = {}, {}
         for case, plan in plans.items():
-            measured[case].add(bench.run(plan))
+            running[case] = Running(bench, plan)
+            opened.callback(running[case].close)
+        for sequences in sorted({plan.max_sequences for plan in plans.values()}):
+            held[sequences] = Running(bench, bench.plan(Case(name, 1, sequences, "off")))
+            opened.callback(held[sequences].close)
+        for _ in range(options.rounds):
+            for one in (*held.values(), *running.values()):
+                one.burst()
     before = 0.0
-    for case, plan in plans.items():
-        ran, computing = measured[case], held[plan.max_sequences]
-        link, device, host = bench.planned(plan)
-        simulated = link_events.Simulation(bench.work(plan, computing), options.link_mbs * 1e6).run(4)
-        took, rate = ran.median("whole"), plan.max_sequences / ran.median("whole")
-        cells = (
-            name, f"{plan.budget.device.nbytes / 2**20:.0f}", str(plan.max_sequences),
-            f"{plan.host_kv.sequences} in {plan.host_kv.count}" if plan.host_kv else "0",
-            f"{ran.median('nbytes') / 1e6:.1f}", f"{link:.3f} / {ran.median('link'):.3f}",
-            f"{computing.median('computing'):.3f} / {ran.median('computing'):.3f}",
-            f"{max(link, device, host):.3f}", f"{simulated:.3f}", f"{took:.3f}", f"{took / simulated:.2f}",
-            f"{took / max(link, device, host):.2f}", f"{rate:.1f}",
-            "" if case.host_kv == "off" else f"{rate / before:.2f}",
-        )  # fmt: skip
-        before = rate
-        print("| " + " | ".join(cells) + " |", flush=True)
+    for case, one in running.items():
+        rate = print_row(case, bench, one, held[one.plan.max_sequences].measured, before)
+        before = rate if case.host_kv == "off" else before
+
+
+def print_row(case: Case, bench: Bench, one: Running, held: Measured, before: float) -> float:
+    """Returns the tokens per second; `before` are those of half as many sequences."""
+    plan, ran = one.plan, one.measured
+    assert plan.budget.device is not None
+    link, device, host = bench.planned(plan)
+    planned, simulated, took = max(link, device, host), bench.simulated(plan, held), ran.median("whole")
+    rate = plan.max_sequences / took
+    cells = (
+        case.model, f"{plan.budget.device.nbytes / 2**20:.0f}", str(plan.max_sequences), f"{plan.host_kv.sequences} in "
+        f"{plan.host_kv.count}{'' if case.host_kv == 'auto' else ', given'}" if plan.host_kv else "0",
+        f"{ran.median('nbytes') / 1e6:.1f}",
+        f"{link:.3f} / {ran.median('link'):.3f}", f"{held.median('computing'):.3f} / {ran.median('computing'):.3f}",
+        f"{planned:.3f}", f"{simulated:.3f}", f"{took:.3f}", f"{took / planned:.2f}", f"{took / simulated:.2f}",
+        f"{rate:.1f}", "" if case.host_kv == "off" else f"{rate / before:.2f}",
+    )  # fmt: skip
+    print("| " + " | ".join(cells) + " |", flush=True)
+    return rate
 
 
 COLUMNS = (
     "model", "budget MiB", "sequences", "in cohorts", "MB up", "link s, plan / measured", "computing s, held / here",
-    "plan s", "simulated s", "measured s", "measured / simulated", "measured / plan", "tok/s", "of half as many",
+    "plan s", "simulated s", "measured s", "measured / plan", "measured / simulated", "tok/s", "of half as many",
 )  # fmt: skip
 
 
@@ -268,12 +308,12 @@ def main() -> None:
     parser.add_argument("--shares", type=float, nargs="+", default=(0.15, 0.3, 0.5, 0.7))
     parser.add_argument("--sequences", type=int, default=12, help="at most, without cohorts")
     parser.add_argument("--longest", type=int, default=64)
-    parser.add_argument("--link-mbs", type=float, default=150, help="MB/s in each direction")
-    parser.add_argument("--passes", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--link-mbs", type=float, default=100, help="MB/s in each direction")
+    parser.add_argument("--passes", type=int, default=2, help="in a row")
+    parser.add_argument("--rounds", type=int, default=4)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    hosting.LAYER_NBYTES = COHORT_LAYER_NBYTES
+    hosting.LAYER_NBYTES = COHORT_LAYER_NBYTES  # type: ignore[attr-defined]
     print("| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS))
     with tempfile.TemporaryDirectory(prefix="link-") as scratch:
         for name in options.models:

@@ -61,9 +61,9 @@ def test_tokens_are_those_of_transformers(
     windows = [group.window for group in tiny.source.shape.kv_groups if group.window]
     assert bool(windows) == (family == "gemma3_text")
     assert all(window < max(tiny.lengths) for window in windows)
+    greedy = {"max_new_tokens": tiny.new_tokens, "eos_token_id": -1, "do_sample": False}
     for prompt, found in zip(tiny.prompts, ran.tokens, strict=True):
-        wanted = model.generate(torch.tensor([prompt]), max_new_tokens=tiny.new_tokens, eos_token_id=-1, do_sample=False)
-        assert found == wanted[0, len(prompt) :].tolist()
+        assert found == model.generate(torch.tensor([prompt]), **greedy)[0, len(prompt) :].tolist()
 
 
 @pytest.mark.sample(1)

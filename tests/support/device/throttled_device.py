@@ -1,10 +1,10 @@
-"""A device whose memory is the host's own and whose link takes as long as a slow one: copies are late, nothing is checked.
+"""A device whose memory is the host's and whose link is slow: copies take their time, and nothing is checked.
 
 Compute is the processor's, so that what it is given is done when the call returns; the stream of compute is the calling
-thread. Copies by other streams are a thread's, the copy engine: it takes them in the order in which they were submitted,
-each once its stream has come to it, sleeps for bytes / rate and copies. Time is counted from when a copy could begin,
-so that waking up late delays one copy and not those behind it. What compute copies into page-locked memory takes as
-long, on an engine of its own, and compute waits, as on a CUDA stream.
+thread. Copies by other streams are those of a thread, the copy engine: it takes them in the order in which they were
+submitted, each once its stream has come to it, sleeps for bytes / rate and copies. Time is counted from when a copy
+could begin, so that waking up late delays one copy and not those behind it. What compute copies into page-locked memory
+takes as long, on an engine of its own, and compute waits, as on a CUDA stream.
 """
 
 from __future__ import annotations
@@ -92,8 +92,7 @@ class Stream:
 
 
 class ThrottledCuda:
-    """In place of `torch.cuda`. `waited_s` are the seconds that compute waited, `busy_s` those of copies up, `nbytes`
-    what these brought."""
+    """In place of `torch.cuda`. `busy_s` are the seconds of copies up, `nbytes` what they brought."""
 
     def __init__(self, bytes_s: float) -> None:
         self.bytes_s = bytes_s
@@ -108,12 +107,7 @@ class ThrottledCuda:
         threading.Thread(target=self._copy_engine, daemon=True).start()
 
     def start_counting(self) -> None:
-        self.blocked_s = self.busy_s = self.down_s = 0.0
-        self.nbytes = 0
-
-    @property
-    def waited_s(self) -> float:
-        return self.blocked_s + self.down_s
+        self.busy_s, self.nbytes = 0.0, 0
 
     def close(self) -> None:
         with self.changed:
@@ -164,16 +158,12 @@ class ThrottledCuda:
         return any(begin <= address < begin + nbytes for begin, nbytes in self._registered.items())
 
     def wait_until(self, reached: Any) -> None:
-        begun = time.perf_counter()
         with self.changed:
             self.changed.wait_for(reached)
-        self.blocked_s += time.perf_counter() - begun
 
     def sleep_down(self, nbytes: int) -> None:
         """A copy of compute's to the host."""
-        seconds = nbytes / self.bytes_s
-        time.sleep(seconds)
-        self.down_s += seconds
+        time.sleep(nbytes / self.bytes_s)
 
     def _copy_engine(self) -> None:
         now = 0.0
@@ -207,10 +197,6 @@ class ThrottledDevice(TorchFunctionMode):
         super().__init__()
         self.cuda = ThrottledCuda(bytes_s)
         self.device = _Memory(self.cuda)
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self.cuda.close()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,33 +1,20 @@
 """Simulates passes whose weights, keys and values cross a link: copies and computing as events, in the product's order.
 
-    python -m bench.link_events                     two published models on a card of 8 GB, by budget and sequences
-
 Streams, rings and the order of requests are the product's (`ShardStream`, `Ring`); what moves bytes is replaced. A copy
 goes up a link that takes one at a time, once it was asked for and its slot is free; of several streams the one goes
 first that could begin first. The host runs ahead of the device up to where the product waits: for the counts of a
-layer's routed tokens, and for new keys and values before the next pass. `bench/throttled_link.py` compares it to passes.
+layer's routed tokens, and for new keys and values before the next pass. `bench/throttled_link.py` compares it with
+passes.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections import deque
 from dataclasses import dataclass
 
-from moedge.moe.expected_rows import wanted_by
 from moedge.moe.streaming_order import MAX_TOGETHER
 from moedge.offload.stream.stream import ALIGNMENT, Ring, Run, Shard, ShardStream
 from moedge.runtime.kv.cohorts import STAGINGS
-from moedge.runtime.kv.spec import KVSpec
-from moedge.runtime.plan.cost_model import CostModel, _decoding, _PassCosts
-from moedge.runtime.plan.pass_bytes import HostKVBytes
-from moedge.runtime.plan.placement import Plan, Workload
-from moedge.runtime.plan.planner import solve
-from moedge.runtime.plan.presets import beside_layers_s, host_kv_s
-from moedge.runtime.settings.settings import Settings
-from moedge.runtime.shape.model_shape import ModelShape
-from moedge.runtime.shape.shards import LayerShards, model_shards
-from support import plans_page
 
 
 @dataclass(frozen=True)
@@ -95,9 +82,6 @@ class Point:
     """A time of the device."""
 
     at: float
-
-    def synchronize(self) -> None:
-        pass
 
 
 class Link:
@@ -264,117 +248,3 @@ class Simulation:
                 shards.append(Shard("", nbytes, begin))
                 begin += -(-nbytes // ALIGNMENT) * ALIGNMENT
         return shards
-
-
-def work_of(shape: ModelShape, plan: Plan, seconds: Seconds) -> PassWork:
-    """A pass in which all sequences of a plan decode. Layers take what their share of the weights takes.
-
-    Of experts that are not held those arrive that are wanted, as many as if tokens chose independently.
-    """
-    shards, held, sizes, live = (
-        model_shards(shape, plan.quant, plan.dtype),
-        plan.placement,
-        plan.host_kv,
-        plan.max_sequences,
-    )
-    total = sum(layer.dense.nbytes + _experts_nbytes(layer) for layer in shards.layers)
-    cohorts = HostKVBytes(sizes, plan.kv_blocks, live, len(shards.layers)).cohorts(live)
-    down = max(0, live - plan.kv_sequences) if cohorts else 0
-    specs = {layer: spec for spec in _specs(shape, plan) for layer in spec[0].group.layers}
-    layers = []
-    for index, (kind, layer) in enumerate(zip(shape.layers, shards.layers, strict=True)):
-        spec, blocks = specs[index]
-        missing, experts_s = (
-            layer.num_experts - held.held_experts[index],
-            seconds.layers * _experts_nbytes(layer) / total,
-        )
-        wanted = wanted_by(live, kind.experts.per_token / kind.experts.count) if kind.experts else 0.0
-        layers.append(
-            LayerWork(
-                dense_nbytes=layer.dense.nbytes if index >= held.held_dense else 0,
-                arriving=round(missing * wanted),
-                expert_nbytes=layer.expert.nbytes if layer.expert else 0,
-                cohort_nbytes=blocks * spec.record_nbytes,
-                down_nbytes=spec.blocks_for(down) * spec.record_nbytes if down else 0,
-                dense_s=seconds.layers * layer.dense.nbytes / total,
-                attention_s=seconds.attention / len(shards.layers),
-                experts_s=experts_s,
-                arriving_s=experts_s * missing / max(1, layer.num_experts),
-            )
-        )
-    return PassWork(
-        tuple(layers), cohorts, held.dense_ring, held.expert_ring, sizes.window_nbytes if sizes else 0, seconds
-    )
-
-
-def on_card(costs: CostModel, plan: Plan, job: Workload) -> tuple[Seconds, float]:
-    """What the cost model says of a card, and of the seconds of a pass."""
-    passes, load = (
-        _PassCosts(costs._work(plan.quant, plan.dtype, None), plan, costs.rates),
-        _decoding(job, plan.max_sequences),
-    )
-    model, cost = passes._computing, passes.cost(load)
-    attention, head = model._attention(load), model._head(load)
-    driven, _ = host_kv_s(1, 1)
-    cohorts, count = passes._host_kv.cohorts(load.sequences), len(costs.shape.layers)
-    per_layer = sum(kind.count * model._fixed(kind, load) for kind in model._kinds) / count
-    write = host_kv_s(1, 1)[0] * 2 - host_kv_s(2, 1)[0]
-    seconds = Seconds(
-        layers=cost.compute_s - attention - head,
-        attention=attention,
-        beside=head,
-        layer=per_layer + (write if cohorts else 0),
-        cohort=driven - write,
-        arrival=costs.rates.overheads.arrival_s,
-        driven_beside=model._overheads.schedule_s * load.sequences + beside_layers_s(load.sampled),
-        eager=False,
-    )
-    return seconds, max(cost.link_s, cost.compute_s, cost.host_s, cost.disk_s)
-
-
-def _experts_nbytes(layer: LayerShards) -> int:
-    return layer.num_experts * layer.expert.nbytes if layer.expert else 0
-
-
-def _specs(shape: ModelShape, plan: Plan) -> list[tuple[KVSpec, int]]:
-    """By layer group, with the blocks of a cohort."""
-    specs = [KVSpec(group, plan.kv, plan.kv_block) for group in shape.kv_groups]
-    return list(zip(specs, plan.host_kv.blocks if plan.host_kv else (0,) * len(specs), strict=True))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=("Qwen3-30B-A3B", "Qwen3-235B-A22B"))
-    parser.add_argument("--card", default="RTX 4060 8GB")
-    parser.add_argument("--ram", type=int, nargs="+", default=(64, 192), help="GiB, enough for all weights, by model")
-    parser.add_argument("--gpu-mem", nargs="+", default=("4GiB", "6GiB", "7GiB"))
-    parser.add_argument("--sequences", type=int, nargs="+", default=(64, 256, 1024))
-    options = parser.parse_args()
-    print(
-        "| model | budget | sequences | in cohorts | up GB | plan s | simulated s | link busy | tok/s |\n|" + "---|" * 9
-    )
-    for name, ram in zip(options.models, options.ram, strict=True):
-        for budget in options.gpu_mem:
-            for sequences in options.sequences:
-                print(curve(name, options.card, ram, budget, sequences), flush=True)
-
-
-def curve(name: str, card: str, ram: int, budget: str, sequences: int) -> str:
-    settings = Settings(quant="nf4", kv="int8", max_sequences=sequences, speculate="off")
-    request = plans_page.question(name, card, ram, settings, gpu_mem=budget)
-    plan = solve(request).plan
-    seconds, planned = on_card(request.costs, plan, request.workload)
-    work, rate = work_of(request.shape, plan, seconds), request.costs.rates.link_bytes_s
-    simulation = Simulation(work, rate)
-    before = simulation.run(3) and simulation.machine.link.busy
-    took = simulation.run(1)
-    busy = simulation.machine.link.busy - before
-    hosted = plan.host_kv.sequences if work.cohorts and plan.host_kv else 0
-    return (
-        f"| {name} | {budget} | {plan.max_sequences} | {hosted} in {work.cohorts} | {busy * rate / 1e9:.2f} | {planned:.3f} | "
-        f"{took:.3f} | {busy / took:.0%} | {plan.max_sequences / took:.0f} |"
-    )
-
-
-if __name__ == "__main__":
-    main()
