@@ -36,7 +36,7 @@ def work_of(shape: ModelShape, plan: Plan, seconds: Seconds) -> PassWork:
     cohorts = HostKVBytes(sizes, plan.kv_blocks, live, len(shards.layers)).cohorts(live)
     down = max(0, live - plan.kv_sequences) if cohorts else 0
     specs = {layer: spec for spec in _specs(shape, plan) for layer in spec[0].group.layers}
-    layers = []
+    streamed, layers = set(shards.dense_order[held.held_dense :]), []
     for index, (kind, layer) in enumerate(zip(shape.layers, shards.layers, strict=True)):
         spec, blocks = specs[index]
         missing = layer.num_experts - held.held_experts[index]
@@ -44,7 +44,7 @@ def work_of(shape: ModelShape, plan: Plan, seconds: Seconds) -> PassWork:
         wanted = wanted_by(live, kind.experts.per_token / kind.experts.count) if kind.experts else 0.0
         layers.append(
             LayerWork(
-                dense_nbytes=layer.dense.nbytes if index >= held.held_dense else 0,
+                dense_nbytes=layer.dense.nbytes if index in streamed else 0,
                 arriving=round(missing * wanted),
                 expert_nbytes=layer.expert.nbytes if layer.expert else 0,
                 cohort_nbytes=blocks * spec.record_nbytes,

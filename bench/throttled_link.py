@@ -6,9 +6,9 @@
 The engine, the planner and the scheduler are the real ones; the device is a thread of the processor whose memory is
 that of the host, and whose link is a copy engine that sleeps (tests/support/device/throttled_device.py). A budget is a
 share of the way from the least that works to all weights held. Measured are medians of passes in which every sequence
-decodes a token, a few of each engine in turn. What computing takes is the processor time of its thread; that of an
-engine that holds everything goes into the simulation (tests/support/device/link_events.py), with bytes of the plan.
-Models have random weights in published widths. Cohorts are cut smaller than on a GPU, as the models are.
+decodes a token, a few of each engine in turn. What passes take of an engine that holds everything, whose turn comes in
+the same rounds, goes into the simulation (tests/support/device/link_events.py), with bytes of the plan. Models have
+random weights in published widths. Cohorts are cut smaller than on a GPU, as the models are.
 """
 
 from __future__ import annotations
@@ -159,8 +159,10 @@ class Bench:
 
     def simulated(self, plan: Plan, held: Measured) -> float:
         """Seconds of a pass whose layers take as long to compute as where everything is held."""
-        attending, layers = held.median("attending"), held.median("in_layers")
-        seconds = Seconds(layers - attending, attending, held.median("computing") - layers)
+        # What others take of the processor meanwhile.
+        slower = held.median("whole") / held.median("computing")
+        attending, layers = slower * held.median("attending"), slower * held.median("in_layers")
+        seconds = Seconds(layers - attending, attending, held.median("whole") - layers)
         work = work_of(self.source.shape, plan, seconds)
         return Simulation(work, self.options.link_mbs * 1e6).run(4)
 
@@ -287,7 +289,9 @@ def print_row(case: Case, bench: Bench, one: Running, held: Measured, before: fl
         case.model, f"{plan.budget.device.nbytes / 2**20:.0f}", str(plan.max_sequences), f"{plan.host_kv.sequences} in "
         f"{plan.host_kv.count}{'' if case.host_kv == 'auto' else ', given'}" if plan.host_kv else "0",
         f"{ran.median('nbytes') / 1e6:.1f}",
-        f"{link:.3f} / {ran.median('link'):.3f}", f"{held.median('computing'):.3f} / {ran.median('computing'):.3f}",
+        f"{link:.3f} / {ran.median('link'):.3f}", " / ".join(
+            f"{each:.3f}" for each in (held.median("computing"), held.median("whole"), ran.median("computing"))
+        ),
         f"{planned:.3f}", f"{simulated:.3f}", f"{took:.3f}", f"{took / planned:.2f}", f"{took / simulated:.2f}",
         f"{rate:.1f}", "" if case.host_kv == "off" else f"{rate / before:.2f}",
     )  # fmt: skip
@@ -296,8 +300,9 @@ def print_row(case: Case, bench: Bench, one: Running, held: Measured, before: fl
 
 
 COLUMNS = (
-    "model", "budget MiB", "sequences", "in cohorts", "MB up", "link s, plan / measured", "computing s, held / here",
-    "plan s", "simulated s", "measured s", "measured / plan", "measured / simulated", "tok/s", "of half as many",
+    "model", "budget MiB", "sequences", "in cohorts", "MB up", "link s, plan / measured",
+    "all held: processor / whole s, here: processor s", "plan s", "simulated s", "measured s", "measured / plan",
+    "measured / simulated", "tok/s", "of half as many",
 )  # fmt: skip
 
 
