@@ -191,10 +191,11 @@ class ThrottledCuda:
 
 class ThrottledDevice(TorchFunctionMode):
     """Inside `with ThrottledDevice(bytes_s) as throttled`, copies to and from `throttled.device` take as long as a link
-    of `bytes_s` in each direction."""
+    of `bytes_s` in each direction. One thread computes: those of a CPU's products would copy without it."""
 
     def __init__(self, bytes_s: float) -> None:
         super().__init__()
+        assert torch.get_num_threads() == 1
         self.cuda = ThrottledCuda(bytes_s)
         self.device = _Memory(self.cuda)
 
