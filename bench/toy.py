@@ -24,6 +24,7 @@ from bench import ROOT
 # Words of the command lines of each script; {model} is a tiny checkpoint, {ram} a budget that makes it stream, {out} an
 # empty folder.
 COMMANDS: dict[str, tuple[str, ...]] = {
+    "link_curves": ("--models Qwen3-30B-A3B --ram 64 --gpu-mem 6GiB --sequences 64",),
     "make_model": ("--shape toy --skew --out {out}/skewed",),
     "batching": ("--rows 8 --sequences 4 --answer 4 --repeats 1",),
     "compare": (
@@ -80,6 +81,9 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     ),
     "speculation": ("--model {model} --ram {ram} --quant auto --rows 2 --max-tokens 4 --tasks story --complete",),
     "structured": ("--rows 4 --repeats 1 --max-sequences 4",),
+    "throttled_link": (
+        "--layers 2 --shares 0.3 --sequences 2 --rounds 1 --passes 1 --link-mbs 1000 --longest 24",
+    ),
 }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ class StreamedWeightBytes:
     """Bytes that a pass brings over one link: dense shards that are not held, and wanted experts that are not."""
 
     def __init__(self, shape: ModelShape, shards: ModelShards, held: Placement) -> None:
-        self._dense = sum(layer.dense.nbytes for layer in shards.layers[held.held_dense :])
+        self._dense = sum(shards.layers[index].dense.nbytes for index in shards.dense_order[held.held_dense :])
         # By the share of a layer's experts that a token asks for: bytes, and how many.
         self._experts: Counter[float] = Counter()
         self._counts: Counter[float] = Counter()

@@ -71,7 +71,8 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`held_dense` is how many leading layers keep their dense shard, `held_experts` how many experts each layer keeps.
+    """`held_dense` layers keep their dense shard, the first of `ModelShards.dense_order`, and `held_experts` is how
+    many experts each layer keeps.
 
     `dense_ring` and `expert_ring` are bytes of the rings that the other shards stream through, 0 where none do.
     """
@@ -88,7 +89,7 @@ class Placement:
 
     def held_nbytes(self, shards: ModelShards) -> int:
         """Bytes of the shards that are held; the output head is one of them."""
-        dense = sum(layer.dense.nbytes for layer in shards.layers[: self.held_dense])
+        dense = sum(shards.layers[index].dense.nbytes for index in shards.dense_order[: self.held_dense])
         experts = sum(
             count * layer.expert.nbytes
             for layer, count in zip(shards.layers, self.held_experts, strict=True)
@@ -299,8 +300,8 @@ def _hold_dense(shards: ModelShards, smallest: Placement, free_nbytes: int, keep
     if all_dense.nbytes(shards) <= free_nbytes:
         return all_dense
     free, held = free_nbytes - smallest.nbytes(shards), smallest.held_dense
-    for layer in shards.layers[held:]:
-        free -= layer.dense.nbytes
+    for index in shards.dense_order[held:]:
+        free -= shards.layers[index].dense.nbytes
         if free < 0:
             break
         held += 1

@@ -234,6 +234,15 @@ class ModelShards:
     held: int = 0
 
     @property
+    def dense_order(self) -> tuple[int, ...]:
+        """The layers in the order in which their dense shards are held while memory lasts.
+
+        Those that never stream, then others from all over the model: while a held layer computes, the next one that is
+        not arrives, and the rings have room for no more than that.
+        """
+        return _dense_order(len(self.layers), self.held)
+
+    @property
     def nbytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers) + (self.head.nbytes if self.head else 0)
 
@@ -263,6 +272,15 @@ class ModelShards:
                 yield layer.expert, layer.num_experts
         if self.head:
             yield self.head, 1
+
+
+GOLDEN_RATIO = (5**0.5 - 1) / 2
+
+
+@lru_cache
+def _dense_order(count: int, held: int) -> tuple[int, ...]:
+    """By the fractions of their multiples of the golden ratio: any last ones of them lie at about equal distances."""
+    return tuple(sorted(range(count), key=lambda index: (index >= held, -(index * GOLDEN_RATIO % 1))))
 
 
 def model_shards(shape: ModelShape, format_name: str, dtype: str, order: str = "") -> ModelShards:

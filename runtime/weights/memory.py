@@ -7,7 +7,7 @@ there nor what they mean.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -29,8 +29,8 @@ class WeightMemory:
     ) -> None:
         self.device = device
         self._nbytes = dict(_sizes(shards))
-        self.held = self._cut([key for key in self._nbytes if _keeps(held, key)])
-        kept = [key for key in self._nbytes if _keeps(staging or held, key)]
+        self.held = self._cut(_kept(shards, held, self._nbytes))
+        kept = _kept(shards, staging or held, self._nbytes)
         self.staged = self._cut([key for key in kept if key not in self.held])
         size = _end(self.held)
         self._held_bytes = HostMemory(size).bytes if device is None else device.allocate(size)
@@ -143,12 +143,12 @@ def _sizes(shards: ModelShards) -> Iterator[tuple[ShardKey, int]]:
         yield HEAD, shards.head.nbytes
 
 
-def _keeps(placement: Placement, key: ShardKey) -> bool:
-    if key == HEAD:
-        return True
-    if key.expert == DENSE:
-        return key.layer < placement.held_dense
-    return key.expert < placement.held_experts[key.layer]
+def _kept(shards: ModelShards, placement: Placement, keys: Iterable[ShardKey]) -> list[ShardKey]:
+    """Those of `keys` that a placement keeps."""
+    dense = {HEAD, *(ShardKey(layer) for layer in shards.dense_order[: placement.held_dense])}
+    return [
+        key for key in keys if (key in dense if key.expert == DENSE else key.expert < placement.held_experts[key.layer])
+    ]
 
 
 def _end(cut: dict[ShardKey, slice]) -> int:

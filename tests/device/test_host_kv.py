@@ -29,7 +29,7 @@ def check(ran: Any, wanted: Any, there: bool) -> None:
 
 @pytest.mark.sample("half-qwen3_moe-int8-part", "half-deepseek_v3-fp32-part", "half-gpt_oss-fp32-part")
 @pytest.mark.parametrize("share", [0.0, 1.0], ids=["part", "held"])
-@pytest.mark.parametrize("kv", ["fp32", "int8", "int4", "int8/int4"])
+@pytest.mark.parametrize("kv", ["fp32", "bf16", "int8", "int4", "int8/int4"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "gemma3_text", "deepseek_v3", "qwen3_next", "llama"])
 @pytest.mark.parametrize("where", list(WHERE))
 def test_tokens_are_those_of_a_cache_on_the_device(
@@ -44,6 +44,26 @@ def test_tokens_are_those_of_a_cache_on_the_device(
         ran = host_kv.run(tiny, plan, fake.device)
     check(ran, wanted, where != "none")
     assert ran.passes <= wanted.passes + 2
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gemma3_text"])
+def test_tokens_are_those_of_transformers(
+    family: str, case: Any, stock: Any, checkpoint: Any, fakes: ModuleType, host_kv: ModuleType
+) -> None:
+    """In float32, without moedge beside it; gemma3_text has sliding windows, which its longest row is longer than."""
+    tiny = host_kv.many(case(family))
+    fake = fakes.FakeDevice(seed=9)
+    plan = host_kv.hosted(tiny, tiny.plan(fake.device, 0.0), 1, 3, 2)
+    with fake:
+        ran = host_kv.run(tiny, plan, fake.device)
+    assert ran.read == ran.expected_read > 0
+    model = stock(checkpoint(family))
+    windows = [group.window for group in tiny.source.shape.kv_groups if group.window]
+    assert bool(windows) == (family == "gemma3_text")
+    assert all(window < max(tiny.lengths) for window in windows)
+    greedy = {"max_new_tokens": tiny.new_tokens, "eos_token_id": -1, "do_sample": False}
+    for prompt, found in zip(tiny.prompts, ran.tokens, strict=True):
+        assert found == model.generate(torch.tensor([prompt]), **greedy)[0, len(prompt) :].tolist()
 
 
 @pytest.mark.sample(1)
