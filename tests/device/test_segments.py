@@ -63,7 +63,9 @@ def test_nor_do_sequences_in_host_memory(
 def test_graphs_take_what_the_plan_sets_aside_for_them(case: Any, fakes: ModuleType, segments: ModuleType) -> None:
     """They are recorded in passes, by Triton's kernels in their interpreter."""
     tiny = long(case("qwen3_moe", "nf4"))
-    tiny = replace(tiny, lengths=(3, 14, 7), new_tokens=5, settings=replace(tiny.settings, kv="int8", tokens_per_pass=8))
+    tiny = replace(
+        tiny, lengths=(3, 14, 7), new_tokens=5, settings=replace(tiny.settings, kv="int8", tokens_per_pass=8)
+    )
     fake = fakes.FakeDevice(5, capability=AMPERE)
     plan = tiny.plan(fake.device, 1.0)
     assert plan.graphs_nbytes > 0
