@@ -1,5 +1,5 @@
-"""The simulation of passes (`tests/support/device/link_events.py`) against what no pass can beat, and against the only order
-where nothing overlaps."""
+"""The simulation of passes (`tests/support/device/link_events.py`) against what no pass can beat, and where nothing
+overlaps."""
 
 from dataclasses import replace
 

@@ -56,10 +56,19 @@ def rooms(candidate: Candidate, sequences: int, budget_nbytes: int, host_nbytes:
         if cached in known:
             continue
         known.add(cached)
-        cohorts, blocks = _cohorts(candidate, sequences - cached), cache.blocks(cached)
-        left = free - cohorts.device_nbytes - cache.nbytes_of(blocks)
-        if cohorts.host_nbytes <= host_nbytes and left >= weights.streaming_nbytes:
-            yield Room(cached, blocks, left, cohorts)
+        room = _divided(candidate, sequences, cached, free)
+        # Fewer sequences may be more in each cohort, whose windows are larger.
+        while room.free_nbytes < weights.streaming_nbytes and room.cached > 1:
+            room = _divided(candidate, sequences, room.cached - 1, free)
+        cohorts = room.host_kv or cohorts
+        if cohorts.host_nbytes <= host_nbytes and room.free_nbytes >= weights.streaming_nbytes:
+            yield room
+
+
+def _divided(candidate: Candidate, sequences: int, cached: int, free_nbytes: int) -> Room:
+    """`cached` sequences where they compute and the others in cohorts, whatever is left."""
+    cohorts, blocks = _cohorts(candidate, sequences - cached), candidate.cache.blocks(cached)
+    return Room(cached, blocks, free_nbytes - cohorts.device_nbytes - candidate.cache.nbytes_of(blocks), cohorts)
 
 
 def _cohorts(candidate: Candidate, sequences: int) -> CohortSizes:

@@ -2,13 +2,15 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from moedge.runtime.plan.cost_model import CostModel
+from moedge.runtime.plan.hosting import rooms
 from moedge.runtime.plan.plan_file import load_plan
-from moedge.runtime.plan.planner import WORTH_STREAMING, PlanResult, solve
+from moedge.runtime.plan.planner import WORTH_STREAMING, PlanResult, SearchSpace, solve
 from moedge.runtime.settings.errors import DoesNotFit, SettingError
 from moedge.runtime.settings.settings import Settings
 from moedge.what_if import document
@@ -46,6 +48,28 @@ def test_host_memory_is_taken_where_it_gains(name: str, ram: int) -> None:
     assert hosted.prediction.total_s <= without.prediction.total_s * WORTH_STREAMING
     if hosted.plan.host_kv is not None:
         assert hosted.prediction.total_s * WORTH_STREAMING <= without.prediction.total_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("sequences", [32, 65, 95, 158])
+def test_where_a_budget_has_room_a_larger_one_has(sequences: int) -> None:
+    """Of a dense model, whatever cohorts' sizes: the search ends at the first number of sequences without room."""
+    request = question("Qwen3-30B-A3B", CARD, RAM, Settings(quant="nf4", kv="int8"))
+    layers = tuple(replace(layer, experts=None) for layer in request.shape.layers)
+    costs = CostModel(replace(request.shape, layers=layers), request.costs.rates)
+    space = SearchSpace(replace(request, costs=costs))
+    candidate = space.candidate("nf4", tokens=512, live=sequences)
+    first = candidate.fixed + candidate.weights.streaming_nbytes
+    budgets = range(first, first + 2 * GIB, 4 << 20)
+    found = [list(rooms(candidate, sequences, budget, RAM * GIB)) for budget in budgets]
+    assert not found[0]
+    assert found[-1]
+    assert all(after for before, after in pairwise(found) if before)
+    for budget, ways in zip(budgets, found, strict=True):
+        for room in ways:
+            there, windows = (each.sequences, each.device_nbytes) if (each := room.host_kv) else (0, 0)
+            kv = candidate.cache.nbytes_of(room.blocks)
+            assert room.free_nbytes == budget - candidate.fixed - kv - windows >= candidate.weights.streaming_nbytes
+            assert room.cached + there == sequences
 
 
 @pytest.mark.parametrize("size", ["2GiB", "10%"])
