@@ -122,11 +122,11 @@ class Layout:
         return self.shape[1] // plane.shape[1 - plane.row_axis]
 
 
-# The bits of a code, by type of codes: `none` are floats of the matrix's own dtype, `int8` and `int4` integers (the
-# latter from 0 to 15), `nf4` and `e2m1` indices into a table of 16 values.
-CODE_BITS: Mapping[str, int] = MappingProxyType({"none": 0, "int8": 8, "int4": 4, "nf4": 4, "e2m1": 4})
+# The bits of a code, by type of codes: `none` are floats of the matrix's own dtype, `int8`, `int4` and `int3` integers
+# (the latter from 0 to 15 and to 7), `nf4` and `e2m1` indices into a table of 16 values.
+CODE_BITS: Mapping[str, int] = MappingProxyType({"none": 0, "int8": 8, "int4": 4, "nf4": 4, "e2m1": 4, "int3": 3})
 # Types of codes that are small integers, or halves of them.
-INTEGER_CODES = ("int4", "e2m1", "int8")
+INTEGER_CODES = ("int4", "e2m1", "int3", "int8")
 
 
 class Assumed(NamedTuple):
@@ -156,7 +156,7 @@ class WeightFormat:
     `group` weights of a row share a scale; None: the row has one. K must be a multiple of `group` and of `block`.
     `scales` and `zeros` are dtypes; e8m0 is a power of two as a biased exponent of eight bits. A weight is
 
-        value(code) * scale                  without zeros; for int4, value(code) is code - 8
+        value(code) * scale                  without zeros; for int4, value(code) is code - 8, for int3 code - 4
         (code - 8) * scale + zero            zeros of a float dtype
         (code - zero) * scale                zeros uint8: zero points, as GPTQ and AWQ have them
         code * scale * d - zero * dmin       with `block`: scales and zeros are 8-bit integers, and `block` weights
@@ -234,7 +234,7 @@ class WeightFormat:
         yield (
             ("codes", "int8", (rows, columns), 0)
             if self.codes == "int8"
-            else ("codes", "uint8", (rows, columns // 2), 0)
+            else ("codes", "uint8", (rows, columns * CODE_BITS[self.codes] // 8), 0)
         )
         if self.group is None:
             yield "scales", self.scales, (rows,), 0
@@ -359,11 +359,15 @@ QUANT_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
         )
     }
 )
+# What `--experts` offers: matrices of routed experts alone are quantized to these.
+EXPERT_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
+    {"int3": WeightFormat("int3", "int3", 32, "bfloat16", rates="int4")}
+)
 ASSUMED: Mapping[str, Assumed] = MappingProxyType(
     {name: each.assumed for name, each in QUANT_FORMATS.items() if each.assumed}
 )
 FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
-    {**QUANT_FORMATS, **{each.name: each for each in _formats_of_checkpoints()}}
+    {**QUANT_FORMATS, **EXPERT_FORMATS, **{each.name: each for each in _formats_of_checkpoints()}}
 )
 
 

@@ -14,7 +14,9 @@
 namespace {
 
 // What has to be subtracted from codes.
-constexpr int32_t offset_of(Type type) { return type == Type::INT8 ? 128 : type == Type::E2M1 ? 12 : 8; }
+constexpr int32_t offset_of(Type type) {
+    return type == Type::INT8 ? 128 : type == Type::E2M1 ? 12 : type == Type::INT3 ? 4 : 8;
+}
 
 // Adds to each lane of `sum` the products of its four bytes, without sign, and four integers that all lanes meet. Bytes have
 // at most five bits unless they are `WHOLE`: products of two whole ones would not fit 16 bits.
@@ -42,7 +44,7 @@ struct Quad {
 // Quads from codes, whose order Codes in tiles.h describes.
 template <Type VALUES>
 struct Quads {
-    static constexpr int64_t NBYTES = VALUES == Type::INT8 ? 4 * OUTPUTS : 2 * OUTPUTS;
+    static constexpr int64_t NBYTES = 2 * FloatCodes<VALUES>::NBYTES;
     const uint8_t* at;
     vi table;
 
@@ -57,6 +59,11 @@ struct Quads {
         for (int64_t line = 0; line < NBYTES; line += 64) _mm_prefetch(from + line, _MM_HINT_T1);
     }
 
+    void three_bit_quad(int64_t index, Quad& out) const {
+        for (int v = 0; v < VECTORS; v++)
+            out.values[v] = three_bits(at + index / (CHUNK / 4) * THREE_BITS_NBYTES, int(index % (CHUNK / 4)), v);
+    }
+
     vi numbers(vi codes) const { return VALUES == Type::E2M1 ? looked_up(table, codes) : codes; }
 
     // Lanes of two bytes of the first and two of the second pair of columns, W outputs in each result.
@@ -68,6 +75,7 @@ struct Quads {
     }
 
     void quad(int64_t index, Quad& out) const {
+        if (VALUES == Type::INT3) return three_bit_quad(index, out);
         const uint8_t* from = at + index * NBYTES;
         if (VALUES == Type::INT8) {
             for (int v = 0; v < 2; v++) {
@@ -91,6 +99,7 @@ struct Quads {
     }
 
     void quad(int64_t index, Quad& out) const {
+        if (VALUES == Type::INT3) return three_bit_quad(index, out);
         const uint8_t* from = at + index * NBYTES;
         if (VALUES == Type::INT8) {
             for (int half = 0; half < 2; half++) {
@@ -271,6 +280,7 @@ void multiply_integers(const Matrix& matrix, int64_t tile, const IntegerInputs& 
             if (matrix.scales_type == Scales::PAIRS) return multiply_integers<Type::INT4, Scales::PAIRS>(matrix, tile, in, results);
             return multiply_integers<Type::INT4, ANY>(matrix, tile, in, results);
         case Type::E2M1: return multiply_integers<Type::E2M1, Scales::UINT8>(matrix, tile, in, results);
+        case Type::INT3: return multiply_integers<Type::INT3, Scales::BFLOAT16>(matrix, tile, in, results);
         default: return multiply_integers<Type::INT8, ANY>(matrix, tile, in, results);
     }
 }
