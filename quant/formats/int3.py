@@ -44,7 +44,8 @@ def pack(weight: Tensor, planes: tuple[Tensor, ...]) -> None:
         whole = _sum(weighted * steps)
         step = torch.where(whole > 0, _sum(weighted * numbers) / whole, step)
     scales.copy_((step * unit).clamp_(-LARGEST_SCALE, LARGEST_SCALE).squeeze(2))
-    codes.copy_(join(_steps(groups, scales.float().unsqueeze(2)).add_(MIDDLE).to(torch.uint8)).flatten(1))
+    numbers = _steps(groups, scales.float().unsqueeze(2)).add_(MIDDLE)
+    codes.copy_(join(numbers.to(torch.uint8)).flatten(1))
 
 
 def _steps(numbers: Tensor, step: Tensor) -> Tensor:
@@ -64,7 +65,7 @@ def unpack(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> None:
     """Writes the matrix into `out` [n, K], rounded once from float32."""
     codes, scales = planes
     for rows in lookup.chunks_of(out):
-        groups = split(codes[rows].unflatten(1, (-1, 12))).float().sub_(MIDDLE)
+        groups = split(codes[rows].reshape(-1, codes.shape[1] // 12, 12)).float().sub_(MIDDLE)
         # A number for each weight: on a CPU, multiplying by one number a group would start a loop for every group.
         groups.mul_(scales[rows].float().unsqueeze(2).expand_as(groups).contiguous())
         out[rows].copy_(groups.flatten(1))
@@ -73,17 +74,17 @@ def unpack(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> None:
 def join(numbers: Tensor, width: int = 1) -> Tensor:
     """Numbers from 0 to 7, uint8 [..., n * width], as bytes [..., 3 n * width / 8]: first `width` bytes for every four
     runs of `width` numbers with their lower two bits, then `width` for every eight with the upper one."""
-    low = (numbers & 3).unflatten(-1, (-1, 4, width)) << _shifts(numbers, 4)
-    high = (numbers >> 2).unflatten(-1, (-1, 8, width)) << _shifts(numbers, 8)
+    low = (numbers & 3).view(*numbers.shape[:-1], -1, 4, width) << _shifts(numbers, 4)
+    high = (numbers >> 2).view(*numbers.shape[:-1], -1, 8, width) << _shifts(numbers, 8)
     return torch.cat([each.sum(-2, dtype=torch.uint8).flatten(-2) for each in (low, high)], -1)
 
 
 def split(codes: Tensor, width: int = 1) -> Tensor:
     """The inverse of `join`."""
-    low, high = codes.split([codes.shape[-1] // 3 * 2, codes.shape[-1] // 3], -1)
-    low = low.unflatten(-1, (-1, 1, width)) >> _shifts(codes, 4) & 3
-    high = high.unflatten(-1, (-1, 1, width)) >> _shifts(codes, 8) & 1
-    return low.flatten(-3) | high.flatten(-3) << 2
+    lower = codes.shape[-1] // 3 * 2
+    low = codes[..., :lower].reshape(*codes.shape[:-1], -1, 1, width) >> _shifts(codes, 4) & 3
+    high = codes[..., lower:].reshape(*codes.shape[:-1], -1, 1, width) >> _shifts(codes, 8) & 1
+    return torch.bitwise_or(low.flatten(-3), high.flatten(-3) << 2)
 
 
 def _shifts(like: Tensor, count: int) -> Tensor:

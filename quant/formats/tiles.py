@@ -26,9 +26,9 @@ _JOINED = 2 * BLOCK_ROWS
 def interleave_codes(codes: Tensor, out: Tensor, kind: str) -> None:
     """Writes codes of type `kind`, row after row, into `out` in order `tiles`; rows are a multiple of BLOCK_ROWS."""
     if kind == "int3":
-        rows = int3.split(codes.unflatten(1, (-1, 12))).view(-1, 2, BLOCK_ROWS // 2, codes.shape[1] // 12, 8, 4)
-        chunks = int3.join(rows.permute(0, 3, 4, 1, 2, 5).flatten(2), _JOINED)
-        out.view(-1).copy_(chunks.view(-1))
+        chunks = codes.shape[1] // 12
+        rows = int3.split(codes.reshape(-1, chunks, 12)).view(-1, 2, BLOCK_ROWS // 2, chunks, 8, 4)
+        out.view(-1).copy_(int3.join(rows.permute(0, 3, 4, 1, 2, 5).flatten(2), _JOINED).view(-1))
         return
     if kind == "int8":
         _bytes(out).copy_(codes.view(-1, BLOCK_ROWS, codes.shape[1] // 2, 2).transpose(1, 2))
@@ -43,7 +43,7 @@ def deinterleave_codes(codes: Tensor, kind: str) -> Tensor:
     """The inverse of `interleave_codes`: row after row, in the shape of `codes`."""
     if kind == "int3":
         chunks = int3.split(codes.view(-1).view(-1, codes.shape[1] // 12, 12 * BLOCK_ROWS), _JOINED)
-        rows = chunks.unflatten(2, (8, 2, BLOCK_ROWS // 2, 4)).permute(0, 3, 4, 1, 2, 5)
+        rows = chunks.view(*chunks.shape[:2], 8, 2, BLOCK_ROWS // 2, 4).permute(0, 3, 4, 1, 2, 5)
         return int3.join(rows.reshape(len(codes), -1, TILE_COLUMNS)).flatten(1)
     if kind == "int8":
         return _bytes(codes).transpose(1, 2).reshape(codes.shape)

@@ -45,7 +45,7 @@ from ..shape.families import text_name
 from ..shape.formula import is_worked_out, shape_of_config
 from ..shape.model_shape import ModelShape, shape_from_json
 from ..shape.read import model_shape
-from ..shape.shards import all_formats, checkpoint_nbytes, weights_nbytes
+from ..shape.shards import all_formats, as_found, checkpoint_nbytes, weights_nbytes
 from .hub import download_space, find_model, hub_reason, is_reachable, local_folder, repository_of
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class ModelSource:
         if self.store is None:
             return settings
         for option, wanted in (("quant", settings.quant), ("dtype", settings.dtype)):
-            if wanted not in ("auto", self.recipe[option]):
+            if as_found(wanted, self.recipe[option]) != self.recipe[option]:
                 raise SettingError(
                     f"{self.store} was prepared with --{option} {self.recipe[option]}, and --{option} {wanted} was "
                     "asked for; drop the option, or give the checkpoint"
