@@ -323,8 +323,8 @@ class Planes(NamedTuple):
     """The planes of a matrix [N, K], row after row whatever the order of its format.
 
     `codes` are int8 [N, K], or uint8 [N, K/2]: two codes of four bits a byte, the first in the low bits (nf4: in the
-    high bits), or [N, 3 K/8] (int3.py). `scales` are [N] or [N, K/group]; `zeros` [N, K/group]; `factors` float16 [N, K/block, 2]: of scales and
-    of zeros. Dtypes are those of the format (WeightFormat); e8m0 is uint8.
+    high bits), or [N, 3 K/8] (int3.py). `scales` are [N] or [N, K/group]; `zeros` [N, K/group]; `factors` float16
+    [N, K/block, 2]: of scales and of zeros. Dtypes are those of the format (WeightFormat); e8m0 is uint8.
     """
 
     codes: Tensor

@@ -385,15 +385,16 @@ ASSUMED: Mapping[str, Assumed] = MappingProxyType(
     {name: each.assumed for name, each in QUANT_FORMATS.items() if each.assumed}
 )
 FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
-    {**QUANT_FORMATS, **EXPERT_FORMATS, **MIXED_FORMATS, **{each.name: each for each in _formats_of_checkpoints()}}
+    {**QUANT_FORMATS, **EXPERT_FORMATS, **{each.name: each for each in _formats_of_checkpoints()}}
 )
 
 
 def get_format(name: str) -> WeightFormat:
-    """The format of this name. Raises FormatError, which lists those of `--quant`."""
-    if name not in FORMATS:
+    """The format of this name, which may be a mixed one. Raises FormatError, which lists those of `--quant`."""
+    found = FORMATS.get(name) or MIXED_FORMATS.get(name)
+    if found is None:
         raise FormatError(f"Weight format {name!r} is unknown; use one of {', '.join(QUANT_FORMATS)}.")
-    return FORMATS[name]
+    return found
 
 
 # Below this size torch runs an operation on the calling thread, and a core's cache holds the chunk's float32 copies.

@@ -58,7 +58,7 @@ constexpr int VECTORS = OUTPUTS / W;
 // A byte for each code of the columns 4 q to 4 q + 3 of a chunk of three-bit codes: lanes of W outputs. The chunk has 16
 // such vectors of 64 bytes, of columns and halves of the outputs: four share the bytes that have their lower two bits, and
 // eight those that have the upper one (formats/tiles.py).
-inline vi three_bits(const uint8_t* chunk, int q, int v) {
+__attribute__((always_inline)) inline vi three_bits(const uint8_t* chunk, int q, int v) {
     const int at = 2 * q + v * W / 16;
     const uint8_t* part = chunk + v * W % 16 * 4;
     const vi low = load_bytes(part + 64 * (at / 4)), high = load_bytes(part + 256 + 64 * (at / 8));
@@ -115,12 +115,14 @@ inline void add_products(vf (&sums)[VECTORS], const Pair& pair, const uint16_t* 
 template <Type VALUES>
 struct FloatCodes {
     static constexpr int64_t NBYTES = VALUES == Type::INT8 ? 2 * OUTPUTS : VALUES == Type::INT3 ? OUTPUTS * 3 / 4 : OUTPUTS;
+    // Whether all codes of a chunk are made together: shifts are then constants.
+    static constexpr bool WHOLE = VALUES == Type::INT3;
     const uint8_t* at;
 
     // Lanes whose lowest byte is the code of the first of two columns, and the one above it that of the second.
-    vi bytes_of_pair(int64_t index, int v) const {
-        const vi four = three_bits(at + index / (CHUNK / 2) * THREE_BITS_NBYTES, int(index % (CHUNK / 2)) / 2, v);
-        return index % 2 ? right_by(four, 16) : four;
+    __attribute__((always_inline)) vi bytes_of_pair(int64_t index, int v) const {
+        const vi four = three_bits(at + uint64_t(index) / (CHUNK / 2) * THREE_BITS_NBYTES, int(uint64_t(index) % (CHUNK / 2)) / 2, v);
+        return uint64_t(index) % 2 ? right_by(four, 16) : four;
     }
 
     // Processors do not read far enough ahead on their own. What is behind the last tile is read in vain.
@@ -130,7 +132,7 @@ struct FloatCodes {
 
     explicit FloatCodes(const uint8_t* from) : at(from), table(_mm512_loadu_ps(TABLES[table_of_type(VALUES)])) {}
 
-    void pair(int64_t index, FloatPair& out) const {
+    __attribute__((always_inline)) void pair(int64_t index, FloatPair& out) const {
         if (VALUES == Type::INT3) {
             for (int v = 0; v < VECTORS; v++) {
                 const vi codes = bytes_of_pair(index, v);
@@ -167,7 +169,7 @@ struct FloatCodes {
         return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, codes), _mm256_permutevar8x32_ps(high, codes), upper);
     }
 
-    void pair(int64_t index, FloatPair& out) const {
+    __attribute__((always_inline)) void pair(int64_t index, FloatPair& out) const {
         if (VALUES == Type::INT3) {
             for (int v = 0; v < VECTORS; v++) {
                 const vi codes = bytes_of_pair(index, v);
@@ -201,6 +203,7 @@ struct FloatCodes {
 template <Type VALUES>
 struct Codes {
     static constexpr int64_t NBYTES = FloatCodes<VALUES>::NBYTES;
+    static constexpr bool WHOLE = FloatCodes<VALUES>::WHOLE;
     const uint8_t* at;
 
     void prefetch(int64_t index) const { _mm_prefetch((const char*)at + index * NBYTES + AHEAD, _MM_HINT_T0); }
@@ -222,7 +225,7 @@ struct Codes {
         return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(first, 16), second);
     }
 
-    void pair(int64_t index, Pair& out) const {
+    __attribute__((always_inline)) void pair(int64_t index, Pair& out) const {
         if (VALUES == Type::INT3) {
             for (int v = 0; v < VECTORS; v++) {
                 const vi codes = FloatCodes<VALUES>(at).bytes_of_pair(index, v);
@@ -247,8 +250,16 @@ template <Type VALUES>
 using Codes = FloatCodes<VALUES>;
 #endif
 
+// All pairs of a chunk.
+template <class Source>
+__attribute__((always_inline)) inline void make_chunk(const Source& source, int64_t chunk, Pair (&made)[CHUNK / 2]) {
+#pragma GCC unroll 16
+    for (int p = 0; p < CHUNK / 2; p++) source.pair(chunk * (CHUNK / 2) + p, made[p]);
+}
+
 // Pairs that were widened before, for the rows after the first.
 struct Widened {
+    static constexpr bool WHOLE = false;
     const Pair* at;
 
     void prefetch(int64_t) const {}
@@ -339,10 +350,13 @@ void add_rows(float* results, const Source& source, const Matrix& matrix, int64_
         for (int64_t c = 0; c < chunks; c++) {
             const uint16_t* x = in.x + ((at + c) * in.rows + first) * CHUNK;
             const int64_t from = (at - begin + c) * (CHUNK / 2);
+            Pair made[CHUNK / 2];
+            if (Source::WHOLE) make_chunk(source, at - begin + c, made);
             for (int p = 0; p < CHUNK / 2; p++) {
                 Pair pair;
                 source.prefetch(from + p);
-                source.pair(from + p, pair);
+                if (Source::WHOLE) pair = made[p];
+                else source.pair(from + p, pair);
 #pragma GCC unroll 16
                 for (int r = 0; r < COUNT; r++) add_products(sums[r], pair, x + r * CHUNK + 2 * p);
             }

@@ -33,8 +33,7 @@ from ...offload.checkpoint.header import TensorEntry, load_object
 from ...offload.errors import BadCheckpoint, BadStore
 from ...offload.store.manifest import MANIFEST, read_manifest
 from ...offload.store.stores import store_folder
-from ...quant.formats.format import FORMATS as WEIGHT_FORMATS
-from ...quant.formats.format import get_format
+from ...quant.formats.format import FORMATS, MIXED_FORMATS, get_format
 from ...quant.kv.format import KV_FORMATS
 from ..kv.spec import KVSpec, StateSpec
 from ..settings.errors import ModelNotFound, SettingError
@@ -135,8 +134,9 @@ def is_store(folder: Path) -> bool:
 
 def _recipe(store: Store) -> dict[str, str]:
     quant, dtype, layout = (str(store.manifest.recipe.get(name)) for name in ("quant", "dtype", "layout"))
-    if quant not in WEIGHT_FORMATS or layout not in WEIGHT_FORMATS[quant].orders:
-        wanted = f"layout {WEIGHT_FORMATS[quant].order!r}" if quant in WEIGHT_FORMATS else "a format of this version"
+    known = quant in FORMATS or quant in MIXED_FORMATS
+    if not known or layout not in get_format(quant).orders:
+        wanted = f"layout {get_format(quant).order!r}" if known else "a format of this version"
         raise BadStore(
             f"{store.folder}: weights in format {quant!r:.40}, layout {layout!r:.40}, were found, {wanted} is wanted;"
             " prepare the model again"
