@@ -108,7 +108,7 @@ def _cost_of(change: str, now: Plan, then: Plan) -> str:
     if not change.startswith("--experts"):
         return ""
     smaller = f"{gib(then.weights_nbytes)} of weights instead of {gib(now.weights_nbytes)}"
-    return f"{smaller}; it loses four times what int4 loses (docs/quality.md)"
+    return f"{smaller}; it loses four to six times what int4 loses (docs/quality.md)"
 
 
 def nearest(request: PlanRequest) -> list[str]:

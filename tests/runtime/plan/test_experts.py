@@ -1,4 +1,4 @@
-"""`--experts`: routed experts in a format of their own, all other matrices as --quant says."""
+"""`runtime/shape/shards.py` and plans with `--experts`: routed experts in a format of their own, all else as --quant says."""
 
 from dataclasses import replace
 
