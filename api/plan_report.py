@@ -347,7 +347,8 @@ def _suggestions(found: Mapping[str, Any]) -> Iterator[str]:
     if not suggestions:
         yield "no single change gains more than 5 %"
     for each in suggestions:
-        yield f"{each['change']:>16}  {speed(each['generated_tok_s'])}, {each['gain']:.2f}x"
+        note = f": {each['note']}" if each["note"] else ""
+        yield f"{each['change']:>16}  {speed(each['generated_tok_s'])}, {each['gain']:.2f}x{note}"
 
 
 def _explanation(found: Mapping[str, Any]) -> Iterator[str]:

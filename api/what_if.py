@@ -8,10 +8,12 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
-from .offload.budget import GIB
+from .offload.budget import GIB, gib
 from .offload.machine.hardware import cpu_text, find_driver, gpu_text, num_threads
+from .quant.formats.format import MIXED_FORMATS
 from .runtime.plan.kernels import planned_kernels
 from .runtime.plan.memory_ledger import OPTIONS
+from .runtime.plan.placement import Plan
 from .runtime.plan.plan_file import SCHEMA, machine_key, shape_key
 from .runtime.plan.planner import PlanRequest, PlanResult, SearchSpace, solve
 from .runtime.settings.errors import DoesNotFit, SettingError
@@ -39,11 +41,12 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """A change as a person would type it, the rate that it gives, and how many times as fast that is."""
+    """A change as a person would type it, the rate that it gives, how many times as fast that is, and what it costs."""
 
     change: str
     generated_tok_s: float
     gain: float
+    note: str = ""
 
 
 def attempt(request: PlanRequest) -> PlanResult | None:
@@ -95,9 +98,17 @@ def suggestions(request: PlanRequest, result: PlanResult) -> list[Suggestion]:
             better = attempt(other)
             if better and better.prediction.generated_tok_s >= WORTH_SHOWING * now:
                 rate = better.prediction.generated_tok_s
-                found.append(Suggestion(change, rate, rate / now))
+                found.append(Suggestion(change, rate, rate / now, _cost_of(change, result.plan, better.plan)))
                 break
     return sorted(found, key=lambda each: -each.gain)
+
+
+def _cost_of(change: str, now: Plan, then: Plan) -> str:
+    """What a person should know of a change before making it."""
+    if not change.startswith("--experts"):
+        return ""
+    smaller = f"{gib(then.weights_nbytes)} of weights instead of {gib(now.weights_nbytes)}"
+    return f"{smaller}; it loses four to six times what int4 loses (docs/quality.md)"
 
 
 def nearest(request: PlanRequest) -> list[str]:
@@ -107,7 +118,9 @@ def nearest(request: PlanRequest) -> list[str]:
     fitting = []
     if attempt(request.with_budget(tier, space.smallest)):
         fitting.append(space.for_every_row)
-    if request.settings.quant not in ("auto", *SMALLEST_FORMATS) and attempt(request.with_settings(quant="nf4")):
+    if request.settings.quant.partition("+")[0] not in ("auto", *SMALLEST_FORMATS) and attempt(
+        request.with_settings(quant="nf4")
+    ):
         fitting.append("--quant nf4")
     shorter = request.workload.longest
     while shorter > SHORTER:
@@ -133,6 +146,9 @@ def _changes(request: PlanRequest, result: PlanResult) -> Iterator[list[tuple[st
         offered = offered_formats(request.shape)
         lossier = offered[offered.index(result.plan.quant) + 1 :] if result.plan.quant in offered else ()
         yield [(f"--quant {quant}", request.with_settings(quant=quant)) for quant in lossier]
+    if request.shape.num_experts and result.plan.streams and request.budget.device is None:
+        mixed = [name for name in MIXED_FORMATS if name.startswith(f"{result.plan.quant}+")]
+        yield [(f"--experts {name.rpartition('+')[2]}", request.with_settings(quant=name)) for name in mixed]
     if result.plan.kv != "int4" and request.settings.kv != "int4":
         yield [(f"--kv {kv}", request.with_settings(kv=kv)) for kv in ("int8", "int4") if kv != result.plan.kv]
     if request.settings.max_sequences is not None:

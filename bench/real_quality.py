@@ -95,7 +95,9 @@ def print_mixture(model: Path, options: argparse.Namespace) -> None:
     head("weights", "compute", "perplexity", "against float32", "answers as with none")
     line("transformers, fp32", "", f"{exact.perplexity:.4f}", "", "")
     native: Found | None = None
-    for case, found in run(model, list(cases.weights_and_compute()), options):
+    every = [*cases.weights_and_compute()]
+    every += [replace(each, quant=f"{each.quant}+int3") for each in every if each.quant in ("int8", "int4")]
+    for case, found in run(model, every, options):
         native = native or found
         same = f"{same_answers(found.answers, native.answers)}/{options.questions}"
         line(case.quant, case.compute, f"{found.perplexity:.4f}", loss(found.perplexity, exact.perplexity), same)

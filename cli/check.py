@@ -62,7 +62,7 @@ def check(model: options.MODEL, **given: Unpack[CheckCommand]) -> None:
 def _check(model: str, given: CheckCommand) -> CheckReport:
     from rich.console import Console
 
-    from ..runtime.jobs.request import budgets_of
+    from ..runtime.jobs.request import budgets_of, weight_format
     from ..runtime.settings.stages import importing, watching
     from ..runtime.source.model_source import open_source
     from .views.progress import stages_on
@@ -77,5 +77,6 @@ def _check(model: str, given: CheckCommand) -> CheckReport:
             from ..runtime.evaluation.check import check as compare
         asked: Mapping[str, Any] = given
         precision = {name: asked[name] for name in options_of(PrecisionOptions)}
+        precision["quant"] = weight_format(precision["quant"], {"experts": precision.pop("experts")})
         budgets = budgets_of({**given, "gpu_mem": "0"})
         return compare(model, given["prompt"] or [], against=given["against"], **precision, budgets=budgets)

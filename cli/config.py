@@ -78,7 +78,10 @@ def _planned(plan: Mapping[str, Any], host: str | None) -> Iterator[str]:
     yield ""
     yield "# Formats of weights and KV cache: pinned, so that answers do not change with free memory."
     # The option has one name for all formats in which a checkpoint's own codes are kept.
-    yield f'quant = "{chosen["quant"] if chosen["quant"] in FORMATS else KEPT}"'
+    quant, _, experts = chosen["quant"].partition("+")
+    yield f'quant = "{quant if quant in FORMATS else KEPT}"'
+    if experts:
+        yield f'experts = "{experts}"'
     yield f'kv = "{chosen["kv"]}"'
     yield f'dtype = "{chosen["dtype"]}"'
     yield ""

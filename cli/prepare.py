@@ -68,6 +68,7 @@ def _prepare(model: str, given: PrepareCommand, budgets: Budgets, say: Callable[
 
     say(f"preparing {model}")
     from ..offload.memory import host_peak
+    from ..runtime.jobs.request import weight_format
     from ..runtime.settings.stages import importing
     from ..runtime.source.model_source import open_source
 
@@ -77,7 +78,9 @@ def _prepare(model: str, given: PrepareCommand, budgets: Budgets, say: Callable[
             from ..runtime.loading.prepare import precision, store_path
             from ..runtime.loading.prepare import prepare as write_store
             from ..runtime.shape.shards import bits_lost, default_format, weights_nbytes
-        formats = precision(source, given["quant"] or default_format(source.shape), given["dtype"])
+        formats = precision(
+            source, weight_format(given["quant"] or default_format(source.shape), given), given["dtype"]
+        )
         target = given["output"] or store_path(source, *formats, budgets.disk_dir)
         say(f"{model} in {formats[0]}, dtype {formats[1]}: {gib(weights_nbytes(source.shape, *formats))} in {target}")
         budget = budgets.on_cpu()

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol, Self
 import torch
 from torch import Tensor
 
-from .formats import int4, int8, mxfp4, nf4, plain, tiles
+from .formats import int3, int4, int8, mxfp4, nf4, plain, tiles
 from .formats.format import (
     ALIGNMENT,
     CODE_BITS,
@@ -49,7 +49,7 @@ def library_packs(weight: Tensor, layout: Layout) -> bool:
     What `--quant` makes of bfloat16 weights on a CPU, in every order that is used where there is the library. Others,
     and float16 and float32 weights, are left to the codecs.
     """
-    orders = (ROWS,) if layout.codes == "int8" else _ORDERS
+    orders = {"int8": (ROWS,), "int3": (TILES,)}.get(layout.codes, tuple(_ORDERS))
     known = layout.format in _FORMATS and layout.order in orders
     return known and layout.dtype == "bfloat16" and weight.device.type == "cpu" and available()
 
@@ -107,8 +107,10 @@ CODECS: Mapping[tuple[str, str], Codec] = MappingProxyType(
         ("e2m1", ROWS): mxfp4,
         ("int8", TILES): tiles.TilesCodec("int8", int8),
         ("int4", TILES): tiles.TilesCodec("int4", tiles.Int4Rows()),
-        ("nf4", TILES): tiles.TilesCodec("nf4", nf4, high_first=True),
+        ("nf4", TILES): tiles.TilesCodec("nf4", nf4),
         ("e2m1", TILES): tiles.TilesCodec("e2m1", mxfp4),
+        ("int3", ROWS): int3,
+        ("int3", TILES): tiles.TilesCodec("int3", int3),
     }
 )
 
@@ -321,19 +323,14 @@ class Planes(NamedTuple):
     """The planes of a matrix [N, K], row after row whatever the order of its format.
 
     `codes` are int8 [N, K], or uint8 [N, K/2]: two codes of four bits a byte, the first in the low bits (nf4: in the
-    high bits). `scales` are [N] or [N, K/group]; `zeros` [N, K/group]; `factors` float16 [N, K/block, 2]: of scales and
-    of zeros. Dtypes are those of the format (WeightFormat); e8m0 is uint8.
+    high bits), or [N, 3 K/8] (int3.py). `scales` are [N] or [N, K/group]; `zeros` [N, K/group]; `factors` float16
+    [N, K/block, 2]: of scales and of zeros. Dtypes are those of the format (WeightFormat); e8m0 is uint8.
     """
 
     codes: Tensor
     scales: Tensor
     zeros: Tensor | None = None
     factors: Tensor | None = None
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """[N, K]"""
-        return self.codes.shape[0], self.codes.shape[1] * (2 if self.codes.dtype == torch.uint8 else 1)
 
 
 def pack_nibbles(numbers: Tensor, high_first: bool = False) -> Tensor:
@@ -363,7 +360,7 @@ def fill(planes: Planes, layout: Layout, buffer: Tensor) -> PackedTensor:
     num_rows, (codes, *others) = layout.shape[0], packed.planes
     if layout.order == TILES:
         for rows in row_chunks(layout.shape, layout.row_block):
-            tiles.interleave_codes(planes.codes[rows].contiguous(), codes[rows], layout.codes == "nf4")
+            tiles.interleave_codes(planes.codes[rows].contiguous(), codes[rows], layout.codes)
         for plane, given in zip(others, _paired(planes), strict=True):
             plane.copy_(given) if plane.dim() == 1 else tiles.interleave_groups(given, plane)
         return packed

@@ -122,11 +122,11 @@ class Layout:
         return self.shape[1] // plane.shape[1 - plane.row_axis]
 
 
-# The bits of a code, by type of codes: `none` are floats of the matrix's own dtype, `int8` and `int4` integers (the
-# latter from 0 to 15), `nf4` and `e2m1` indices into a table of 16 values.
-CODE_BITS: Mapping[str, int] = MappingProxyType({"none": 0, "int8": 8, "int4": 4, "nf4": 4, "e2m1": 4})
+# The bits of a code, by type of codes: `none` are floats of the matrix's own dtype, `int8`, `int4` and `int3` integers
+# (the latter from 0 to 15 and to 7), `nf4` and `e2m1` indices into a table of 16 values.
+CODE_BITS: Mapping[str, int] = MappingProxyType({"none": 0, "int8": 8, "int4": 4, "nf4": 4, "e2m1": 4, "int3": 3})
 # Types of codes that are small integers, or halves of them.
-INTEGER_CODES = ("int4", "e2m1", "int8")
+INTEGER_CODES = ("int4", "e2m1", "int3", "int8")
 
 
 class Assumed(NamedTuple):
@@ -156,14 +156,15 @@ class WeightFormat:
     `group` weights of a row share a scale; None: the row has one. K must be a multiple of `group` and of `block`.
     `scales` and `zeros` are dtypes; e8m0 is a power of two as a biased exponent of eight bits. A weight is
 
-        value(code) * scale                  without zeros; for int4, value(code) is code - 8
+        value(code) * scale                  without zeros; for int4, value(code) is code - 8, for int3 code - 4
         (code - 8) * scale + zero            zeros of a float dtype
         (code - zero) * scale                zeros uint8: zero points, as GPTQ and AWQ have them
         code * scale * d - zero * dmin       with `block`: scales and zeros are 8-bit integers, and `block` weights
                                              share the factors d and dmin, float16, as in GGUF's Q4_K
 
     `order` is the order of codes. `rates` names another format that computes about as fast. `auto`: `--quant auto`
-    considers it. `assumed` have the formats of `--quant`.
+    considers it. `assumed` have the formats of `--quant`. `experts` is the format of routed experts, where that is
+    another: all other matrices are in the one that `rates` names.
     """
 
     name: str
@@ -176,6 +177,7 @@ class WeightFormat:
     rates: str = ""
     auto: bool = False
     assumed: Assumed | None = None
+    experts: str = ""
 
     def layout(self, shape: tuple[int, int], dtype: str) -> Layout:
         """The layout of a matrix of this shape and dtype. Raises FormatError if the format cannot hold it."""
@@ -204,12 +206,19 @@ class WeightFormat:
     @property
     def orders(self) -> tuple[str, ...]:
         """The orders in which a model of this format may be held and stored, its own first; all take the same bytes."""
+        if self.experts:
+            return tuple(dict.fromkeys(order for each in self.parts for order in get_format(each).orders))
         own = FORMATS[self.name].order
         orders = (own,) if own == ROWS else (own, ROWS)
         if not CODE_BITS[self.codes] or self.block or (self.group and self.group % TILE_COLUMNS):
             return orders
         fused = self.codes == "nf4" and self.scales == "bfloat16"
         return (*orders, NF4PACK, TILES) if fused else (*orders, TILES)
+
+    @property
+    def parts(self) -> tuple[str, str]:
+        """The formats of all other matrices, and of routed experts, of a model in this format."""
+        return (self.rates, self.experts) if self.experts else (self.name, self.name)
 
     @property
     def own_block(self) -> int:
@@ -224,7 +233,8 @@ class WeightFormat:
     @property
     def reads_integers(self) -> bool:
         """Whether kernels multiply activations that are rounded to int8 by the codes as they are."""
-        return self.whole_rows or (self.codes in INTEGER_CODES and TILES in self.orders)
+        experts = bool(self.experts) and get_format(self.experts).reads_integers
+        return experts or self.whole_rows or (self.codes in INTEGER_CODES and TILES in self.orders)
 
     def _tensors(self, rows: int, columns: int, dtype: str) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
         """The name, dtype, shape and axis of rows of each plane."""
@@ -234,7 +244,7 @@ class WeightFormat:
         yield (
             ("codes", "int8", (rows, columns), 0)
             if self.codes == "int8"
-            else ("codes", "uint8", (rows, columns // 2), 0)
+            else ("codes", "uint8", (rows, columns * CODE_BITS[self.codes] // 8), 0)
         )
         if self.group is None:
             yield "scales", self.scales, (rows,), 0
@@ -359,19 +369,32 @@ QUANT_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
         )
     }
 )
+# What `--experts` offers: matrices of routed experts alone are quantized to these. `auto` takes none of them.
+EXPERT_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
+    {"int3": WeightFormat("int3", "int3", 32, "bfloat16", rates="int4")}
+)
+# A model with such experts, by the name that plans, stores and journals have for the formats of both: int8+int3.
+MIXED_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
+    {
+        name: replace(each, name=name, rates=each.name, auto=False, assumed=None, experts=experts)
+        for each, experts in product(QUANT_FORMATS.values(), EXPERT_FORMATS)
+        if (name := f"{each.name}+{experts}")
+    }
+)
 ASSUMED: Mapping[str, Assumed] = MappingProxyType(
     {name: each.assumed for name, each in QUANT_FORMATS.items() if each.assumed}
 )
 FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
-    {**QUANT_FORMATS, **{each.name: each for each in _formats_of_checkpoints()}}
+    {**QUANT_FORMATS, **EXPERT_FORMATS, **{each.name: each for each in _formats_of_checkpoints()}}
 )
 
 
 def get_format(name: str) -> WeightFormat:
-    """The format of this name. Raises FormatError, which lists those of `--quant`."""
-    if name not in FORMATS:
+    """The format of this name, which may be a mixed one. Raises FormatError, which lists those of `--quant`."""
+    found = FORMATS.get(name) or MIXED_FORMATS.get(name)
+    if found is None:
         raise FormatError(f"Weight format {name!r} is unknown; use one of {', '.join(QUANT_FORMATS)}.")
-    return FORMATS[name]
+    return found
 
 
 # Below this size torch runs an operation on the calling thread, and a core's cache holds the chunk's float32 copies.

@@ -3,7 +3,8 @@
 Every plane has the shape that it has row after row, and a float zero is beside its scale: [N, K/group, 2]. The bytes of
 a block are ordered as [K/group, 32, ...] in planes of scales and zeros; as [K/2, 32, 2] in codes of eight bits; and as
 [K/2, 16, 2] in codes of four bits, where the byte of row i and column p of a pair has row i in the low bits and row
-16 + i in the high bits (so do the codes of order `nf4pack`).
+16 + i in the high bits (so do the codes of order `nf4pack`). Codes of three bits are joined (int3.py) in chunks of 32
+columns, which are ordered as [8, 2, 16, 4]: four columns of 16 rows lie together, then those of the other 16.
 """
 
 from __future__ import annotations
@@ -14,32 +15,40 @@ import torch
 from torch import Tensor
 
 from ..native import calls
-from . import int4
-from .format import row_chunks
+from . import int3, int4
+from .format import TILE_COLUMNS, row_chunks
 
 BLOCK_ROWS = 32
+# The bytes of four columns of half a block of three-bit codes.
+_JOINED = 2 * BLOCK_ROWS
 
 
-def interleave_codes(codes: Tensor, out: Tensor, high_first: bool = False) -> None:
-    """Writes codes [n, K/2] or int8 [n, K], row after row, into `out` in order `tiles`; n is a multiple of BLOCK_ROWS.
-
-    `high_first`: the first of two codes is in the high bits of its byte.
-    """
-    if codes.dtype == torch.int8:
+def interleave_codes(codes: Tensor, out: Tensor, kind: str) -> None:
+    """Writes codes of type `kind`, row after row, into `out` in order `tiles`; rows are a multiple of BLOCK_ROWS."""
+    if kind == "int3":
+        chunks = codes.shape[1] // 12
+        rows = int3.split(codes.reshape(-1, chunks, 12)).view(-1, 2, BLOCK_ROWS // 2, chunks, 8, 4)
+        out.view(-1).copy_(int3.join(rows.permute(0, 3, 4, 1, 2, 5).flatten(2), _JOINED).view(-1))
+        return
+    if kind == "int8":
         _bytes(out).copy_(codes.view(-1, BLOCK_ROWS, codes.shape[1] // 2, 2).transpose(1, 2))
         return
     upper, lower = codes.view(-1, 2, BLOCK_ROWS // 2, codes.shape[1]).unbind(1)
     low, high = lower << 4 | upper & 15, lower & 0xF0 | upper >> 4
-    pair = torch.stack((high, low) if high_first else (low, high), -1)
+    pair = torch.stack((high, low) if kind == "nf4" else (low, high), -1)
     _nibbles(out).copy_(pair.transpose(1, 2))
 
 
-def deinterleave_codes(codes: Tensor, high_first: bool = False) -> Tensor:
+def deinterleave_codes(codes: Tensor, kind: str) -> Tensor:
     """The inverse of `interleave_codes`: row after row, in the shape of `codes`."""
-    if codes.dtype == torch.int8:
+    if kind == "int3":
+        chunks = int3.split(codes.view(-1).view(-1, codes.shape[1] // 12, 12 * BLOCK_ROWS), _JOINED)
+        rows = chunks.view(*chunks.shape[:2], 8, 2, BLOCK_ROWS // 2, 4).permute(0, 3, 4, 1, 2, 5)
+        return int3.join(rows.reshape(len(codes), -1, TILE_COLUMNS)).flatten(1)
+    if kind == "int8":
         return _bytes(codes).transpose(1, 2).reshape(codes.shape)
     first, second = _nibbles(codes).transpose(1, 2).unbind(-1)
-    if high_first:
+    if kind == "nf4":
         first, second = second, first
     upper, lower = second << 4 | first & 15, second & 0xF0 | first >> 4
     return torch.stack((upper, lower), 1).reshape(codes.shape)
@@ -55,25 +64,24 @@ def deinterleave_groups(plane: Tensor) -> Tensor:
     return _groups(plane).transpose(1, 2).reshape(plane.shape)
 
 
-def by_rows(planes: tuple[Tensor, ...], high_first: bool = False) -> tuple[Tensor, ...]:
-    """The planes of whole blocks, row after row; scales of whole rows are in no other order."""
+def by_rows(planes: tuple[Tensor, ...], kind: str) -> tuple[Tensor, ...]:
+    """The planes of whole blocks of codes of a type, row after row; scales of whole rows are in no other order."""
     codes, *others = planes
     grouped = (each if each.dim() == 1 else deinterleave_groups(each) for each in others)
-    return (deinterleave_codes(codes, high_first), *grouped)
+    return (deinterleave_codes(codes, kind), *grouped)
 
 
 class TilesCodec:
     """The codec (tensor.Codec) of the codes, of type `codes`, that the codec `rows` packs and unpacks row after row."""
 
-    def __init__(self, codes: str, rows: Any, high_first: bool = False) -> None:
+    def __init__(self, codes: str, rows: Any) -> None:
         self._codes = codes
         self._rows = rows
-        self._high_first = high_first
 
     def pack(self, weight: Tensor, planes: tuple[Tensor, ...]) -> None:
         made = tuple(torch.empty_like(plane) for plane in planes)
         self._rows.pack(weight, made)
-        interleave_codes(made[0], planes[0], self._high_first)
+        interleave_codes(made[0], planes[0], self._codes)
         for plane, out in zip(made[1:], planes[1:], strict=True):
             if plane.dim() == 1:
                 out.copy_(plane)
@@ -84,7 +92,7 @@ class TilesCodec:
         if calls.widen_tiles(self._codes, planes, out):
             return
         for rows in row_chunks((len(out), out.shape[1]), BLOCK_ROWS):
-            part = by_rows(tuple(plane[rows] for plane in planes), self._high_first)
+            part = by_rows(tuple(plane[rows] for plane in planes), self._codes)
             self._rows.unpack(part, out[rows], wide[rows])
 
 

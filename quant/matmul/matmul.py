@@ -470,7 +470,8 @@ def measure_gemv_max_rows(format_name: str, integer: bool = False) -> dict[str, 
             limits[found.codes] = _break_even_rows(found.rates or found.name)
         if TILES in orders:
             # Rows that are rounded mean something else: no time may decide whether they are.
-            limits[TILES] = ALL_ROWS if integer else _fused_max_rows(found.rates or _quantized(found.codes), TILES)
+            packed = get_format(found.experts or found.name)
+            limits[TILES] = ALL_ROWS if integer else _fused_max_rows(packed.rates or _quantized(packed.codes), TILES)
     return limits
 
 

@@ -149,6 +149,23 @@ inline int largest_of(const uint16_t* x) {
     return greatest(most);
 }
 
+inline float number(int ordered) { return bf16_to_float(uint16_t(ordered < 0 ? ordered ^ 0x7fff : ordered)); }
+
+// The largest and the least of COUNT numbers; false where one is not finite.
+template <int COUNT>
+inline bool extremes(const uint16_t* x, float& high, float& low) {
+    vi most = in_order(load_bytes(x)), fewest = most;
+    for (int i = HALVES; i < COUNT; i += HALVES) {
+        const vi part = in_order(load_bytes(x + i));
+        most = greater(most, part);
+        fewest = lesser(fewest, part);
+    }
+    const int top = greatest(most), bottom = least(fewest);
+    high = number(top);
+    low = number(bottom);
+    return top <= LARGEST && bottom >= ~LARGEST;
+}
+
 // Each format packs one group of a row: codes a byte each, and what is stored beside them; false if not all is finite.
 
 // formats/nf4.py
@@ -196,15 +213,9 @@ struct Int4 {
     static constexpr bool HIGH_FIRST = false;
 
     bool pack(const uint16_t* x, uint8_t* codes, Scale* to) const {
-        vi most = in_order(load_bytes(x)), fewest = most;
-        for (int i = HALVES; i < GROUP; i += HALVES) {
-            const vi part = in_order(load_bytes(x + i));
-            most = greater(most, part);
-            fewest = lesser(fewest, part);
-        }
-        const int top = greatest(most), bottom = least(fewest);
-        if (top > LARGEST || bottom < ~LARGEST) return false;
-        const float high = number(top), low = number(bottom), exact = high / 15 - low / 15;
+        float high, low;
+        if (!extremes<GROUP>(x, high, low)) return false;
+        const float exact = high / 15 - low / 15;
         to->scale = float_to_bf16(exact < 1e-30f ? 1e-30f : exact);
         to->zero = float_to_bf16(bounded(low / 2 + high / 2 + exact / 2));
         const vf scale = set1(bf16_to_float(to->scale)), zero = set1(bf16_to_float(to->zero));
@@ -215,10 +226,58 @@ struct Int4 {
         return true;
     }
 
-    static float number(int ordered) { return bf16_to_float(uint16_t(ordered < 0 ? ordered ^ 0x7fff : ordered)); }
     static float bounded(float x) {
         const float most = bf16_to_float(LARGEST);
         return x > most ? most : x < -most ? -most : x;
+    }
+};
+
+// formats/int3.py
+struct Int3 {
+    using Scale = uint16_t;
+    static constexpr int64_t GROUP = 32;
+    static constexpr int PARTS = int(GROUP) / W;
+
+    // Halves are added to each other.
+    static float sum_of(vf (&parts)[PARTS]) {
+        for (int count = PARTS / 2; count > 0; count /= 2)
+            for (int i = 0; i < count; i++) parts[i] = add(parts[i], parts[i + count]);
+        return sum(parts[0]);
+    }
+
+    // Codes less 4.
+    static vf steps(vf numbers, vf scale) {
+        const vf rounded = sub(add(div(numbers, scale), set1(ROUNDER)), set1(ROUNDER));
+        return min(max(rounded, set1(-4.0f)), set1(3.0f));
+    }
+
+    bool pack(const uint16_t* x, uint8_t* codes, Scale* to) const {
+        float high, low;
+        if (!extremes<GROUP>(x, high, low)) return false;
+        const float farthest = -low > high ? low : high, unit = __builtin_fabsf(farthest) < 1e-30f ? 1.0f : farthest;
+        vf numbers[PARTS], squares[PARTS], weights[PARTS];
+        for (int i = 0; i < PARTS; i++) {
+            numbers[i] = div(from_bf16(x + i * W), set1(unit));
+            weights[i] = squares[i] = mul(numbers[i], numbers[i]);
+        }
+        const vf mean = set1(sum_of(squares) / GROUP);
+        for (int i = 0; i < PARTS; i++) weights[i] = add(weights[i], mean);
+        float step = -0.25f;
+        for (int fit = 0; fit < 2; fit++) {
+            vf found[PARTS];
+            for (int i = 0; i < PARTS; i++) {
+                const vf code = steps(numbers[i], set1(step)), weighted = mul(weights[i], code);
+                found[i] = mul(weighted, numbers[i]);
+                squares[i] = mul(weighted, code);
+            }
+            const float whole = sum_of(squares);
+            if (whole > 0) step = sum_of(found) / whole;
+        }
+        const float most = bf16_to_float(LARGEST) / 4, scale = step * unit;
+        *to = float_to_bf16(scale > most ? most : scale < -most ? -most : scale);
+        const vf stored = set1(bf16_to_float(*to));
+        put_codes(x, codes, [&](vf each) { return to_integers(add(steps(each, stored), set1(4.0f))); });
+        return true;
     }
 };
 
@@ -317,7 +376,7 @@ inline void transpose_bytes(__m128i (&rows)[16]) {
 // Writes columns of a block of rows in order `tiles`: of each pair of columns the pairs of 16 rows, joined with those of
 // the other 16.
 struct Tiles {
-    static constexpr int64_t ROWS = 32;
+    static constexpr int64_t ROWS = 32, BITS = 4;
 
     static void put(const uint8_t (&codes)[ROWS][COLUMNS], int64_t count, uint8_t* to) {
         for (int64_t c = 0; c < count; c += 16)
@@ -334,9 +393,29 @@ struct Tiles {
     static int64_t group_step(const Rows&) { return ROWS; }
 };
 
+// The same of three-bit codes (tiles.h).
+struct Tiles3 : Tiles {
+    static constexpr int64_t BITS = 3;
+
+    static void put(const uint8_t (&codes)[ROWS][COLUMNS], int64_t count, uint8_t* to) {
+        for (int64_t c = 0; c < count; c += 32, to += 384) {
+            uint32_t low[4][16] = {}, high[2][16] = {};
+            for (int at = 0; at < 16; at++)
+                for (int i = 0; i < 16; i++) {
+                    uint32_t four;
+                    memcpy(&four, codes[at % 2 * 16 + i] + c + at / 2 * 4, 4);
+                    low[at / 4][i] |= (four & 0x03030303) << (at % 4 * 2);
+                    high[at / 8][i] |= (four >> 2 & 0x01010101) << (at % 8);
+                }
+            memcpy(to, low, sizeof(low));
+            memcpy(to + sizeof(low), high, sizeof(high));
+        }
+    }
+};
+
 // The same in order `int4pack`: of each column 32 rows, joined with the other 32.
 struct Int4Pack {
-    static constexpr int64_t ROWS = 64;
+    static constexpr int64_t ROWS = 64, BITS = 4;
 
     static void put(const uint8_t (&codes)[ROWS][COLUMNS], int64_t count, uint8_t* to) {
         for (int64_t c = 0; c < count; c += 16)
@@ -375,7 +454,7 @@ bool pack_blocks(const Rows& some) {
                 memset(codes[r], 0, sizeof(codes[r]));
                 for (int64_t g = group; g < group + count / Format::GROUP; g++) memset(scales + g * step + r, 0, sizeof(Scale));
             }
-            Order::put(codes, count, some.codes + (first * some.columns + c * Order::ROWS) / 2);
+            Order::put(codes, count, some.codes + (first * some.columns + c * Order::ROWS) * Order::BITS / 8);
         }
     }
     return true;
@@ -418,6 +497,7 @@ bool pack(const Rows& some) {
             if (some.order == moedge_order::ROWS) return pack_rows<Int4>(some);
             return tiles ? pack_blocks<Int4, Tiles>(some) : pack_blocks<Int4, Int4Pack>(some);
         case moedge_weight_format::INT8: return pack_int8(some);
+        case moedge_weight_format::INT3: return pack_blocks<Int3, Tiles3>(some);
     }
     return false;
 }

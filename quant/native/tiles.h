@@ -33,14 +33,17 @@ using Scales = moedge_scales;
 constexpr Scales ANY = Scales(-1);
 
 // By the type of codes.
-constexpr float TABLES[3][16] = {
+constexpr float TABLES[4][16] = {
     {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7},
     // nf4.LEVELS; bfloat16 where products are of bfloat16.
     {-1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,
      -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
      0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f},
     {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6},
+    {-4, -3, -2, -1, 0, 1, 2, 3},
 };
+// The entry of `TABLES` of a type; INT8 needs none.
+constexpr int table_of_type(Type type) { return int(type) % 4; }
 
 inline vf powers_of_two(const uint8_t* from) { return (vf)left_by(from_bytes(from), 23); }
 inline vf small_integers(const uint8_t* from) { return to_floats(from_bytes(from)); }
@@ -51,6 +54,19 @@ inline void pairs_of_bf16(const uint16_t* from, vf& first, vf& second) {
 }
 
 constexpr int VECTORS = OUTPUTS / W;
+
+// A byte for each code of the columns 4 q to 4 q + 3 of a chunk of three-bit codes: lanes of W outputs. The chunk has 16
+// such vectors of 64 bytes, of columns and halves of the outputs: four share the bytes that have their lower two bits, and
+// eight those that have the upper one (formats/tiles.py).
+__attribute__((always_inline)) inline vi three_bits(const uint8_t* chunk, int q, int v) {
+    const int at = 2 * q + v * W / 16;
+    const uint8_t* part = chunk + v * W % 16 * 4;
+    const vi low = load_bytes(part + 64 * (at / 4)), high = load_bytes(part + 256 + 64 * (at / 8));
+    const int shift = 2 * (at % 4), bit = at % 8;
+    const vi upper = bit < 2 ? left_by(high, 2 - bit) : right_by(high, bit - 2);
+    return mask(right_by(low, shift), all_bytes(3)) | mask(upper, all_bytes(4));
+}
+constexpr int64_t THREE_BITS_NBYTES = CHUNK * OUTPUTS * 3 / 8;
 
 // Two columns of a tile's values in float32: of column 0 and 1.
 struct FloatPair {
@@ -94,20 +110,37 @@ inline void add_products(vf (&sums)[VECTORS], const Pair& pair, const uint16_t* 
 #endif
 
 // Makes pairs of columns from codes. The bytes of a pair of four-bit codes: byte 2 i + p has column p of row i in the
-// low bits and of row 16 + i in the high bits; of eight-bit codes, byte 2 i + p has column p of row i.
+// low bits and of row 16 + i in the high bits; of eight-bit codes, byte 2 i + p has column p of row i. Those of three
+// bits lie in chunks, of which a pair is a sixteenth.
 template <Type VALUES>
 struct FloatCodes {
-    static constexpr int64_t NBYTES = VALUES == Type::INT8 ? 2 * OUTPUTS : OUTPUTS;
+    static constexpr int64_t NBYTES = VALUES == Type::INT8 ? 2 * OUTPUTS : VALUES == Type::INT3 ? OUTPUTS * 3 / 4 : OUTPUTS;
+    // Whether all codes of a chunk are made together: shifts are then constants.
+    static constexpr bool WHOLE = VALUES == Type::INT3;
     const uint8_t* at;
+
+    // Lanes whose lowest byte is the code of the first of two columns, and the one above it that of the second.
+    __attribute__((always_inline)) vi bytes_of_pair(int64_t index, int v) const {
+        const vi four = three_bits(at + uint64_t(index) / (CHUNK / 2) * THREE_BITS_NBYTES, int(uint64_t(index) % (CHUNK / 2)) / 2, v);
+        return uint64_t(index) % 2 ? right_by(four, 16) : four;
+    }
 
     // Processors do not read far enough ahead on their own. What is behind the last tile is read in vain.
     void prefetch(int64_t index) const { _mm_prefetch((const char*)at + index * NBYTES + AHEAD, _MM_HINT_T0); }
 #if MOEDGE_LEVEL >= 2
     __m512 table;
 
-    explicit FloatCodes(const uint8_t* from) : at(from), table(_mm512_loadu_ps(TABLES[int(VALUES) % 3])) {}
+    explicit FloatCodes(const uint8_t* from) : at(from), table(_mm512_loadu_ps(TABLES[table_of_type(VALUES)])) {}
 
-    void pair(int64_t index, FloatPair& out) const {
+    __attribute__((always_inline)) void pair(int64_t index, FloatPair& out) const {
+        if (VALUES == Type::INT3) {
+            for (int v = 0; v < VECTORS; v++) {
+                const vi codes = bytes_of_pair(index, v);
+                out.values[0][v] = _mm512_permutexvar_ps(codes, table);
+                out.values[1][v] = _mm512_permutexvar_ps(right_by(codes, 8), table);
+            }
+            return;
+        }
         const uint8_t* from = at + index * NBYTES;
         if (VALUES == Type::INT8) {
             for (int v = 0; v < VECTORS; v++) {
@@ -127,7 +160,8 @@ struct FloatCodes {
     __m256 low, high;
 
     explicit FloatCodes(const uint8_t* from)
-        : at(from), low(_mm256_loadu_ps(TABLES[int(VALUES) % 3])), high(_mm256_loadu_ps(TABLES[int(VALUES) % 3] + 8)) {}
+        : at(from), low(_mm256_loadu_ps(TABLES[table_of_type(VALUES)])),
+          high(_mm256_loadu_ps(TABLES[table_of_type(VALUES)] + 8)) {}
 
     // The entries of the low four bits.
     vf looked_up(__m256i codes) const {
@@ -135,7 +169,15 @@ struct FloatCodes {
         return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, codes), _mm256_permutevar8x32_ps(high, codes), upper);
     }
 
-    void pair(int64_t index, FloatPair& out) const {
+    __attribute__((always_inline)) void pair(int64_t index, FloatPair& out) const {
+        if (VALUES == Type::INT3) {
+            for (int v = 0; v < VECTORS; v++) {
+                const vi codes = bytes_of_pair(index, v);
+                out.values[0][v] = _mm256_permutevar8x32_ps(low, codes);
+                out.values[1][v] = _mm256_permutevar8x32_ps(low, right_by(codes, 8));
+            }
+            return;
+        }
         const uint8_t* from = at + index * NBYTES;
         if (VALUES == Type::INT8) {
             for (int v = 0; v < VECTORS; v++) {
@@ -161,6 +203,7 @@ struct FloatCodes {
 template <Type VALUES>
 struct Codes {
     static constexpr int64_t NBYTES = FloatCodes<VALUES>::NBYTES;
+    static constexpr bool WHOLE = FloatCodes<VALUES>::WHOLE;
     const uint8_t* at;
 
     void prefetch(int64_t index) const { _mm_prefetch((const char*)at + index * NBYTES + AHEAD, _MM_HINT_T0); }
@@ -171,7 +214,7 @@ struct Codes {
         if (VALUES == Type::INT8) return;
         alignas(64) uint16_t entries[32];
         // Twice: the fifth bit of an index is a bit of another code.
-        for (int i = 0; i < 32; i++) entries[i] = float_to_bf16(TABLES[int(VALUES) % 3][i & 15]);
+        for (int i = 0; i < 32; i++) entries[i] = float_to_bf16(TABLES[table_of_type(VALUES)][i & 15]);
         table = _mm512_load_si512(entries);
     }
 
@@ -182,7 +225,15 @@ struct Codes {
         return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(first, 16), second);
     }
 
-    void pair(int64_t index, Pair& out) const {
+    __attribute__((always_inline)) void pair(int64_t index, Pair& out) const {
+        if (VALUES == Type::INT3) {
+            for (int v = 0; v < VECTORS; v++) {
+                const vi codes = FloatCodes<VALUES>(at).bytes_of_pair(index, v);
+                const vi words = _mm512_mask_blend_epi16(0xaaaaaaaa, codes, left_by(codes, 8));
+                out.values[v] = _mm512_permutexvar_epi16(words, table);
+            }
+            return;
+        }
         const uint8_t* from = at + index * NBYTES;
         if (VALUES == Type::INT8) {
             out.values[0] = integers(from);
@@ -199,8 +250,16 @@ template <Type VALUES>
 using Codes = FloatCodes<VALUES>;
 #endif
 
+// All pairs of a chunk.
+template <class Source>
+__attribute__((always_inline)) inline void make_chunk(const Source& source, int64_t chunk, Pair (&made)[CHUNK / 2]) {
+#pragma GCC unroll 16
+    for (int p = 0; p < CHUNK / 2; p++) source.pair(chunk * (CHUNK / 2) + p, made[p]);
+}
+
 // Pairs that were widened before, for the rows after the first.
 struct Widened {
+    static constexpr bool WHOLE = false;
     const Pair* at;
 
     void prefetch(int64_t) const {}
@@ -291,10 +350,13 @@ void add_rows(float* results, const Source& source, const Matrix& matrix, int64_
         for (int64_t c = 0; c < chunks; c++) {
             const uint16_t* x = in.x + ((at + c) * in.rows + first) * CHUNK;
             const int64_t from = (at - begin + c) * (CHUNK / 2);
+            Pair made[CHUNK / 2];
+            if (Source::WHOLE) make_chunk(source, at - begin + c, made);
             for (int p = 0; p < CHUNK / 2; p++) {
                 Pair pair;
                 source.prefetch(from + p);
-                source.pair(from + p, pair);
+                if (Source::WHOLE) pair = made[p];
+                else source.pair(from + p, pair);
 #pragma GCC unroll 16
                 for (int r = 0; r < COUNT; r++) add_products(sums[r], pair, x + r * CHUNK + 2 * p);
             }
@@ -388,6 +450,7 @@ void multiply_tile(const Matrix& matrix, int64_t tile, const Inputs& in, float* 
             if (scales == Scales::BFLOAT16) return multiply_tile<Type::NF4, Scales::BFLOAT16>(matrix, tile, in, results);
             return multiply_tile<Type::NF4, ANY>(matrix, tile, in, results);
         case Type::E2M1: return multiply_tile<Type::E2M1, Scales::UINT8>(matrix, tile, in, results);
+        case Type::INT3: return multiply_tile<Type::INT3, Scales::BFLOAT16>(matrix, tile, in, results);
         case Type::INT8: return multiply_tile<Type::INT8, ANY>(matrix, tile, in, results);
     }
 }

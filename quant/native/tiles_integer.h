@@ -14,7 +14,9 @@
 namespace {
 
 // What has to be subtracted from codes.
-constexpr int32_t offset_of(Type type) { return type == Type::INT8 ? 128 : type == Type::E2M1 ? 12 : 8; }
+constexpr int32_t offset_of(Type type) {
+    return type == Type::INT8 ? 128 : type == Type::E2M1 ? 12 : type == Type::INT3 ? 4 : 8;
+}
 
 // Adds to each lane of `sum` the products of its four bytes, without sign, and four integers that all lanes meet. Bytes have
 // at most five bits unless they are `WHOLE`: products of two whole ones would not fit 16 bits.
@@ -42,7 +44,8 @@ struct Quad {
 // Quads from codes, whose order Codes in tiles.h describes.
 template <Type VALUES>
 struct Quads {
-    static constexpr int64_t NBYTES = VALUES == Type::INT8 ? 4 * OUTPUTS : 2 * OUTPUTS;
+    static constexpr int64_t NBYTES = 2 * FloatCodes<VALUES>::NBYTES;
+    static constexpr bool WHOLE = FloatCodes<VALUES>::WHOLE;
     const uint8_t* at;
     vi table;
 
@@ -57,6 +60,11 @@ struct Quads {
         for (int64_t line = 0; line < NBYTES; line += 64) _mm_prefetch(from + line, _MM_HINT_T1);
     }
 
+    __attribute__((always_inline)) void three_bit_quad(int64_t index, Quad& out) const {
+        for (int v = 0; v < VECTORS; v++)
+            out.values[v] = three_bits(at + uint64_t(index) / (CHUNK / 4) * THREE_BITS_NBYTES, int(uint64_t(index) % (CHUNK / 4)), v);
+    }
+
     vi numbers(vi codes) const { return VALUES == Type::E2M1 ? looked_up(table, codes) : codes; }
 
     // Lanes of two bytes of the first and two of the second pair of columns, W outputs in each result.
@@ -67,7 +75,8 @@ struct Quads {
         return _mm512_load_si512(order);
     }
 
-    void quad(int64_t index, Quad& out) const {
+    __attribute__((always_inline)) void quad(int64_t index, Quad& out) const {
+        if (VALUES == Type::INT3) return three_bit_quad(index, out);
         const uint8_t* from = at + index * NBYTES;
         if (VALUES == Type::INT8) {
             for (int v = 0; v < 2; v++) {
@@ -90,7 +99,8 @@ struct Quads {
         high = _mm256_permute2x128_si256(x, y, 0x31);
     }
 
-    void quad(int64_t index, Quad& out) const {
+    __attribute__((always_inline)) void quad(int64_t index, Quad& out) const {
+        if (VALUES == Type::INT3) return three_bit_quad(index, out);
         const uint8_t* from = at + index * NBYTES;
         if (VALUES == Type::INT8) {
             for (int half = 0; half < 2; half++) {
@@ -109,8 +119,16 @@ struct Quads {
 #endif
 };
 
+// All quads of a chunk, inline: GCC would call what makes each, with shifts that are variables.
+template <class Source>
+__attribute__((always_inline)) inline void make_chunk(const Source& source, int64_t chunk, Quad (&made)[CHUNK / 4]) {
+#pragma GCC unroll 8
+    for (int q = 0; q < CHUNK / 4; q++) source.quad(chunk * (CHUNK / 4) + q, made[q]);
+}
+
 // Quads that were made before, for the rows after the first.
 struct MadeQuads {
+    static constexpr bool WHOLE = false;
     const Quad* at;
 
     void prefetch(int64_t) const {}
@@ -184,10 +202,13 @@ void add_integer_rows(float* results, const Source& source, const Matrix& matrix
         for (int r = 0; r < COUNT; r++)
             for (int v = 0; v < VECTORS; v++) sums[r][v] = all_lanes(in.starts[at + r]);
         const int8_t* x = in.x + at * CHUNK;
+        Quad made[CHUNK / 4];
+        if (Source::WHOLE) make_chunk(source, chunk - begin, made);
         for (int q = 0; q < CHUNK / 4; q++) {
             Quad quad;
             source.prefetch((chunk - begin) * (CHUNK / 4) + q);
-            source.quad((chunk - begin) * (CHUNK / 4) + q, quad);
+            if (Source::WHOLE) quad = made[q];
+            else source.quad((chunk - begin) * (CHUNK / 4) + q, quad);
 #pragma GCC unroll 16
             for (int r = 0; r < COUNT; r++) {
                 int32_t four;
@@ -271,6 +292,7 @@ void multiply_integers(const Matrix& matrix, int64_t tile, const IntegerInputs& 
             if (matrix.scales_type == Scales::PAIRS) return multiply_integers<Type::INT4, Scales::PAIRS>(matrix, tile, in, results);
             return multiply_integers<Type::INT4, ANY>(matrix, tile, in, results);
         case Type::E2M1: return multiply_integers<Type::E2M1, Scales::UINT8>(matrix, tile, in, results);
+        case Type::INT3: return multiply_integers<Type::INT3, Scales::BFLOAT16>(matrix, tile, in, results);
         default: return multiply_integers<Type::INT8, ANY>(matrix, tile, in, results);
     }
 }

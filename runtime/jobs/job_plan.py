@@ -13,6 +13,7 @@ from ...offload.machine.bystanders import is_busy
 from ...offload.machine.hardware import Hardware, find_gpus, find_hardware
 from ...offload.machine.profile import Machine, load_machine, read_machine, saved_path
 from ...offload.store.stores import DiskSpace, default_root
+from ...quant.formats.format import MIXED_FORMATS
 from ..plan import planner
 from ..plan.cost_model import CostModel
 from ..plan.loading_cost import Prepared
@@ -139,7 +140,9 @@ def _with_disk(
         new -= checkpoint_nbytes(model.shape)
     if model.folder is not None:
         dtype = choose_dtype(settings.dtype, model.shape.dtype, None if budget.device is None else budget.device.gpu)
-        there = prepared_nbytes(model.name, model.folder, all_formats(model.shape), dtype, root, space.stores)
+        there = prepared_nbytes(
+            model.name, model.folder, (*all_formats(model.shape), *MIXED_FORMATS), dtype, root, space.stores
+        )
     return replace(budget, disk_nbytes=new), Prepared(there)
 
 

@@ -27,8 +27,9 @@ from ..rows.tables import InputFormat, input_format
 from ..sampling.model_defaults import unset_names
 from ..settings.errors import BadArgument, JobMismatch, SettingError
 from ..settings.option import options_of
-from ..settings.options import BatchOptions, Size, WorkloadOptions
+from ..settings.options import SAME, BatchOptions, Size, WorkloadOptions
 from ..settings.settings import Budgets, Settings
+from ..shape.shards import as_found
 from ..source.model_source import ModelSource, model_fingerprint
 from ..text.folder import has_chat_template
 from .journal.state import JobState
@@ -272,7 +273,9 @@ def pin_settings(settings: Settings, opened: Mapping[str, Any]) -> Settings:
 def _requested(settings: Settings, recorded: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of this job, with "auto" replaced by its choices."""
     values = {name: getattr(settings, name) for name in RESOLVED}
-    return {name: recorded[name] if value == "auto" else value for name, value in values.items()}
+    return {
+        name: as_found(value, recorded[name]) if isinstance(value, str) else value for name, value in values.items()
+    }
 
 
 def _model(source: ModelSource) -> str:
@@ -334,9 +337,16 @@ _DEFAULTS = {name: option.default for name, option in options_of(BatchOptions).i
 EQUAL_ROWS = {name: option.default for name, option in options_of(WorkloadOptions).items()}
 
 
+def weight_format(quant: str, options: Mapping[str, Any]) -> str:
+    """`--quant`, with a plus and the format of `--experts` where the options name one (shards.open_formats)."""
+    experts = options.get("experts", SAME)
+    return quant if experts == SAME else f"{quant}+{experts}"
+
+
 def settings_of(options: Mapping[str, Any]) -> Settings:
     """Those of the options that say how a model is computed. Raises BadSize."""
-    return Settings(**{name: options[name] for name in Settings.__dataclass_fields__ if name in options})
+    settings = Settings(**{name: options[name] for name in Settings.__dataclass_fields__ if name in options})
+    return replace(settings, quant=weight_format(settings.quant, options))
 
 
 def budgets_of(options: Mapping[str, Any]) -> Budgets:

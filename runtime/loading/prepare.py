@@ -31,7 +31,7 @@ from ..settings.settings import Budgets, MemoryBudget, Settings
 from ..settings.stages import Advance, stage
 from ..shape.checkpoint_shape import open_checkpoint, read_tensors
 from ..shape.config import ModelConfig
-from ..shape.shards import lies_unpacked, model_shards, offered_formats, settled_format, weights_nbytes
+from ..shape.shards import lies_unpacked, model_shards, open_formats, weights_nbytes
 from ..source.model_source import ModelSource, model_fingerprint, recipe
 from ..source.stored_model import carried_files, write_resident
 from ..weights.key_offsets import FILE, MAX_TOKENS, fixed_token_ids, keep, measure
@@ -45,8 +45,7 @@ def precision(source: ModelSource, quant: str, dtype: str) -> tuple[str, str]:
     """The weight format and dtype of a store; "auto" means the checkpoint's own. Raises SettingError for a store."""
     if source.store is not None:
         raise SettingError(f"{source.store} is a store already; give the checkpoint that it was made from")
-    packed = offered_formats(source.shape)[0] if quant == "auto" else settled_format(source.shape, quant)
-    return packed, source.shape.dtype if dtype == "auto" else dtype
+    return open_formats(source.shape, quant)[0], source.shape.dtype if dtype == "auto" else dtype
 
 
 def store_path(

@@ -263,7 +263,7 @@ def fuses(quant: str, dtype: str, deterministic: bool) -> bool:
     """Whether the library's steps exist here and take these formats."""
     if deterministic or dtype != "bf16" or not library.available():
         return False
-    return TILES in get_format(quant).orders
+    return TILES in get_format(get_format(quant).parts[0]).orders
 
 
 # Rows of the pass in which loading compares the steps with the model's own layers (model/fused/selftest.py).

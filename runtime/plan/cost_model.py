@@ -112,6 +112,20 @@ class _CandidateFormats:
     grouped_products: bool
 
 
+def _rates_alike(quant: str, formats: Plan | _CandidateFormats) -> list[str]:
+    """The names of rates that products with matrices in a format may have, the first that was measured counts."""
+    # Kernels on codes are for bfloat16; others widen, then multiply in their own precision.
+    names = [quant if formats.dtype == "bf16" else WIDE]
+    # Formats of which nobody measured rates have those of a format that computes about as fast.
+    alike = quant
+    while alike := get_format(alike).rates:
+        names.append(alike)
+    if formats.compute == "int8" and formats.dtype == "bf16":
+        # All codes of 3 and 4 bits are multiplied by integers in the same way.
+        names = [INTEGERS.format(f"int{max(4, CODE_BITS[get_format(quant).codes])}"), *names]
+    return names
+
+
 class _ModelWork:
     """A model packed in one weight format, its layers grouped by kind: usually one or two."""
 
@@ -196,17 +210,9 @@ class _ComputeCosts:
         self._width = model.attention_width
         specs = [KVSpec(group, formats.kv, formats.kv_block) for group in model.shape.kv_groups]
         self._groups = [_GroupReads.of(spec, model.expanding_numel) for spec in specs]
-        # Kernels on codes are for bfloat16; others widen, then multiply in their own precision.
-        # Formats of which nobody measured rates have those of a format that computes about as fast.
-        names = [formats.quant if formats.dtype == "bf16" else WIDE]
-        alike = formats.quant
-        while alike := get_format(alike).rates:
-            names.append(alike)
-        if formats.compute == "int8" and formats.dtype == "bf16":
-            # All 4-bit codes are multiplied by integers in the same way.
-            names = [INTEGERS.format(f"int{CODE_BITS[get_format(formats.quant).codes]}"), *names]
+        names, routed = (_rates_alike(each, formats) for each in get_format(formats.quant).parts)
         self._alone = rates.curve(*names)
-        self._together = rates.curve(*chain.from_iterable((TOGETHER.format(each), each) for each in names))
+        self._together = rates.curve(*chain.from_iterable((TOGETHER.format(each), each) for each in routed))
         # Kernels of a device read codes of single matrices, too, for as many rows as pay (quant/matmul/matmul.py).
         by_kernels = on_device and formats.grouped_products and formats.quant != "none" and formats.dtype != "fp32"
         self._few_rows = self._together if by_kernels else self._alone

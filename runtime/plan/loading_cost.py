@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ...offload.machine.profile import Machine
-from ...quant.formats.format import ASSUMED
+from ...quant.formats.format import ASSUMED, get_format
 from ...quant.native import library
 from ..shape.model_shape import ModelShape
 from ..shape.shards import checkpoint_nbytes, copied_nbytes, resident_nbytes, tables_nbytes, widened_nbytes
@@ -43,7 +43,8 @@ class LoadingSpeeds:
 
     def packing(self, quant: str) -> float:
         """Bytes packed per second in a format; what is kept is copied, like floats."""
-        return self.pack_bytes_s.get(quant, self.pack_bytes_s["none"])
+        alike = get_format(get_format(quant).parts[1]).rates
+        return self.pack_bytes_s.get(quant, self.pack_bytes_s[alike if "+" in quant else "none"])
 
     @classmethod
     def of(cls, machine: Machine | None) -> LoadingSpeeds:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...offload.budget import gib
-from ...quant.formats.format import QUANT_FORMATS
+from ...quant.formats.format import QUANT_FORMATS, get_format
 from ...quant.kernels.gpu import Gpu, dotted
 from ..settings.settings import MIB, Settings
 from ..shape.model_shape import ModelShape
@@ -78,7 +78,7 @@ def _table_notes(shape: ModelShape) -> tuple[str, ...]:
 
 def _packing_notes(shape: ModelShape, wanted: str, quant: str) -> tuple[str, ...]:
     """Which weights of a quantized checkpoint are packed again, in what, and why."""
-    kept = quant not in QUANT_FORMATS
+    kept = get_format(quant).parts[0] not in QUANT_FORMATS
     coded = [each for each in shape.stored if each.kept is not None and each.group not in (OUTER, SMALL)]
     again = [f"{each.group} ({each.format})" for each in coded if not (kept and each.kept)]
     if not again or quant == "none":

@@ -25,6 +25,7 @@ from ...quant.kernels.gpu import Lacks
 from ..settings.errors import SettingError
 from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape
+from ..shape.shards import as_found
 from .loading_cost import GENERATING, LOADING
 from .memory_ledger import OPTIONS, MemoryLedger
 from .placement import Plan
@@ -186,7 +187,7 @@ def load_plan(path: Path, request: PlanRequest) -> Plan:
 def _refuse_other_settings(path: Path, plan: Plan, settings: Settings) -> None:
     for name in _FIXED:
         wanted, planned = getattr(settings, name), getattr(plan, name)
-        if wanted not in ("auto", None, planned):
+        if wanted not in ("auto", None, planned) and (name != "quant" or as_found(wanted, planned) != planned):
             option = name.replace("_", "-")
             raise SettingError(f"{path} has {option} {planned}, and {wanted} was asked for; drop one of them")
 

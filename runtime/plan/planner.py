@@ -23,8 +23,7 @@ from ..settings.settings import MIB, DeviceBudget, MemoryBudget, Settings, encod
 from ..shape.model_shape import ModelShape
 from ..shape.shards import (
     SMALLEST_FORMATS,
-    offered_formats,
-    settled_format,
+    open_formats,
     tables_nbytes,
     token_rows_nbytes,
 )
@@ -253,7 +252,7 @@ def choose_dtype(wanted: str, checkpoint: str, gpu: Gpu | None) -> str:
 
 def _quants(settings: Settings, shape: ModelShape, dtype: str) -> tuple[str, ...]:
     """The weight formats that the settings leave open, from exact to smallest."""
-    open_ones = offered_formats(shape) if settings.quant == "auto" else (settled_format(shape, settings.quant),)
+    open_ones = open_formats(shape, settings.quant)
     if settings.compute != "int8":
         return open_ones
     found = tuple(quant for quant in open_ones if reads_integers(quant, dtype))
@@ -310,6 +309,12 @@ def solve(request: PlanRequest) -> PlanResult:
     """
     if request.budget.device is not None and request.settings.compute == "int8":
         raise SettingError("compute int8 multiplies on the CPU; give --gpu-mem 0 with it")
+    if request.budget.device is not None and "+" in request.settings.quant:
+        experts = request.settings.quant.partition("+")[2]
+        raise SettingError(
+            f"--experts {experts} was given with a GPU, whose kernels read no such codes; it computes on the CPU: give "
+            "--gpu-mem 0 with it, or leave --experts away"
+        )
     search = _Search(SearchSpace(request))
     best: dict[str, tuple[Plan, Prediction, _Ranked]] = {}
     for quant in search.space.quants:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
-from ...quant.formats.format import OPTION_DTYPES, QUANT_FORMATS
+from ...quant.formats.format import EXPERT_FORMATS, OPTION_DTYPES, QUANT_FORMATS
 from ...quant.kv.format import KV_FORMATS
 from .option import Option, Panel, Takes
 
@@ -81,6 +81,10 @@ class BudgetOptions(HostBudgets, total=False):
     ]
 
 
+# Of `--experts`: they are in the format of all other matrices.
+SAME = "same"
+
+
 class WeightOptions(TypedDict, total=False):
     """What weights are held as."""
 
@@ -104,6 +108,16 @@ class WeightOptions(TypedDict, total=False):
             choices=("auto", *QUANT_FORMATS, "kept"),
             key=True,
             common=True,
+        ),
+    ]
+    experts: Annotated[
+        str,
+        Option(
+            "Quantize routed experts to this format, and all else as --quant says; same: experts, too. On the CPU.",
+            SAME,
+            panel=Panel.PRECISION,
+            choices=(SAME, *EXPERT_FORMATS),
+            key=True,
         ),
     ]
 

@@ -7,7 +7,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from ...quant.formats.format import CODE_BITS, OPTION_DTYPES, QUANT_FORMATS, ROWS, FormatError, Layout, get_format
+from ...quant.formats.format import (
+    CODE_BITS,
+    EXPERT_FORMATS,
+    MIXED_FORMATS,
+    OPTION_DTYPES,
+    QUANT_FORMATS,
+    ROWS,
+    FormatError,
+    Layout,
+    get_format,
+)
 from ...quant.scratch import scratch_nbytes
 from ..settings.errors import SettingError
 from .families import EITHER_WAY, SUPPORTED, family
@@ -81,6 +91,31 @@ def all_formats(shape: ModelShape) -> tuple[str, ...]:
     return FORMATS if kept is None else (kept, *FORMATS)
 
 
+AUTO = "auto"
+
+
+def open_formats(shape: ModelShape, wanted: str) -> tuple[str, ...]:
+    """The weight formats that settings leave open, from exact to smallest; `wanted` is `--quant`, with a plus and
+    `--experts` behind it where that is given. Raises SettingError for experts that are not there."""
+    quant, _, experts = wanted.partition("+")
+    offered = offered_formats(shape) if quant == AUTO else (settled_format(shape, quant),)
+    if not experts:
+        return offered
+    mixed = tuple(name for each in offered if (name := f"{each}+{experts}") in MIXED_FORMATS)
+    if not shape.num_experts or not mixed:
+        found = "codes that are kept" if shape.num_experts else f"a {shape.model_type} without routed experts"
+        raise SettingError(
+            f"--experts {experts} packs floats of routed experts, and {found} was found; leave --experts away"
+            f"{', or give one of --quant ' + ', '.join(FORMATS) if shape.num_experts else ''}"
+        )
+    return mixed
+
+
+def as_found(wanted: str, found: str) -> str:
+    """What settings want of a format, where "auto" is what was found: auto+int3 is int8+int3 if that was found."""
+    return found if wanted == AUTO else wanted.replace(AUTO, found.partition("+")[0])
+
+
 def settled_format(shape: ModelShape, wanted: str) -> str:
     """A format that `--quant` names, with "kept" resolved. Raises SettingError where nothing can be kept."""
     if wanted != KEPT:
@@ -95,7 +130,7 @@ def _format_of(matrix: Matrix, format_name: str) -> str:
     """The format of a matrix where the model is packed in `format_name`: its own where codes are kept."""
     if matrix.unpacked:
         return "none"
-    if format_name in FORMATS:
+    if format_name in QUANT_FORMATS or format_name in EXPERT_FORMATS:
         return format_name
     return matrix.kept or (BESIDE_KEPT if matrix.bits else "none")
 
@@ -139,7 +174,9 @@ def token_rows_nbytes(shape: ModelShape, embedding: str | None = None) -> int:
 def workspace_nbytes(shape: ModelShape, format_name: str, dtype: str, deterministic: bool) -> int:
     """Scratch that products with any of the model's matrices need."""
     tied = Matrix("tied head", shape.vocab, shape.hidden)
-    layouts = [_layout(matrix, format_name, dtype) for matrix in _matrices(shape)]
+    dense, routed = get_format(format_name).parts
+    layouts = [_layout(matrix, dense, dtype) for matrix in _dense(shape)]
+    layouts += [_layout(matrix, routed, dtype) for matrix in _experts(shape)]
     layouts.append(_layout(tied, "none", dtype))
     return max(scratch_nbytes(layout, FLOAT_NAMES[dtype], deterministic) for layout in layouts)
 
@@ -148,17 +185,22 @@ def helper_nbytes(shape: ModelShape, format_name: str, dtype: str, deterministic
     """Scratch of a thread that helps: with experts, in deterministic passes with every product."""
     if deterministic:
         return workspace_nbytes(shape, format_name, dtype, deterministic)
-    experts = [layer.experts for layer in shape.layers if layer.experts]
-    layouts = [_layout(matrix, format_name, dtype) for expert in experts for matrix in (expert.up, expert.down)]
+    routed = get_format(format_name).parts[1]
+    layouts = [_layout(matrix, routed, dtype) for matrix in _experts(shape)]
     return max((scratch_nbytes(layout, FLOAT_NAMES[dtype], deterministic) for layout in layouts), default=0)
 
 
-def _matrices(shape: ModelShape) -> Iterator[Matrix]:
-    """Every kind of packed matrix."""
+def _dense(shape: ModelShape) -> Iterator[Matrix]:
+    """Every kind of packed matrix but those of experts."""
     if shape.head:
         yield shape.head
     for layer in shape.layers:
         yield from layer.dense
+
+
+def _experts(shape: ModelShape) -> Iterator[Matrix]:
+    """Every kind of matrix of experts."""
+    for layer in shape.layers:
         if layer.experts:
             yield from (layer.experts.up, layer.experts.down)
 
@@ -288,17 +330,17 @@ def model_shards(shape: ModelShape, format_name: str, dtype: str, order: str = "
 
     `order` is that of codes (WeightFormat.orders), "" for the format's own; all have the same bytes.
     """
-    chosen = format_name, dtype, order
-    layers = tuple(_layer_shards(layer, *chosen) for layer in shape.layers)
+    dense, routed = get_format(format_name).parts
+    layers = tuple(_layer_shards(layer, dense, routed, dtype, order) for layer in shape.layers)
     held = int(any(matrix.name.startswith(SHARED) for matrix in shape.layers[0].dense))
-    return ModelShards(layers, _shard((shape.head,), *chosen) if shape.head else None, held)
+    return ModelShards(layers, _shard((shape.head,), dense, dtype, order) if shape.head else None, held)
 
 
-def _layer_shards(layer: LayerShape, format_name: str, dtype: str, order: str) -> LayerShards:
+def _layer_shards(layer: LayerShape, format_name: str, routed: str, dtype: str, order: str) -> LayerShards:
     dense, experts = _shard(layer.dense, format_name, dtype, order), layer.experts
     if experts is None:
         return LayerShards(dense, None, 0)
-    return LayerShards(dense, _shard((experts.up, experts.down), format_name, dtype, order), experts.count)
+    return LayerShards(dense, _shard((experts.up, experts.down), routed, dtype, order), experts.count)
 
 
 def _shard(matrices: tuple[Matrix, ...], format_name: str, dtype: str, order: str) -> ShardLayout:
@@ -320,7 +362,7 @@ def lies_unpacked(shape: ModelShape, format_name: str, dtype: str) -> bool:
     """Whether weights in a format are, byte for byte, runs of the checkpoint's own tensors, so that passes can read
     them there. Headers show it; a store is made by comparing bytes (weights/linking.py)."""
     stored = {each.format for each in shape.stored if each.group != SMALL} or {shape.dtype}
-    floats = all(matrix.bits == 0 for matrix in _matrices(shape))
+    floats = all(matrix.bits == 0 for matrix in (*_dense(shape), *_experts(shape)))
     if format_name != "none" or stored != {dtype} or not floats or shape.model_type not in SUPPORTED:
         return False
     turned = shape.model_type in EITHER_WAY or family(shape.model_type).transposed_experts

@@ -33,8 +33,7 @@ from ...offload.checkpoint.header import TensorEntry, load_object
 from ...offload.errors import BadCheckpoint, BadStore
 from ...offload.store.manifest import MANIFEST, read_manifest
 from ...offload.store.stores import store_folder
-from ...quant.formats.format import FORMATS as WEIGHT_FORMATS
-from ...quant.formats.format import get_format
+from ...quant.formats.format import FORMATS, MIXED_FORMATS, get_format
 from ...quant.kv.format import KV_FORMATS
 from ..kv.spec import KVSpec, StateSpec
 from ..settings.errors import ModelNotFound, SettingError
@@ -45,7 +44,7 @@ from ..shape.families import text_name
 from ..shape.formula import is_worked_out, shape_of_config
 from ..shape.model_shape import ModelShape, shape_from_json
 from ..shape.read import model_shape
-from ..shape.shards import all_formats, checkpoint_nbytes, weights_nbytes
+from ..shape.shards import all_formats, as_found, checkpoint_nbytes, weights_nbytes
 from .hub import download_space, find_model, hub_reason, is_reachable, local_folder, repository_of
 
 if TYPE_CHECKING:
@@ -76,7 +75,7 @@ class ModelSource:
         if self.store is None:
             return settings
         for option, wanted in (("quant", settings.quant), ("dtype", settings.dtype)):
-            if wanted not in ("auto", self.recipe[option]):
+            if as_found(wanted, self.recipe[option]) != self.recipe[option]:
                 raise SettingError(
                     f"{self.store} was prepared with --{option} {self.recipe[option]}, and --{option} {wanted} was "
                     "asked for; drop the option, or give the checkpoint"
@@ -135,8 +134,9 @@ def is_store(folder: Path) -> bool:
 
 def _recipe(store: Store) -> dict[str, str]:
     quant, dtype, layout = (str(store.manifest.recipe.get(name)) for name in ("quant", "dtype", "layout"))
-    if quant not in WEIGHT_FORMATS or layout not in WEIGHT_FORMATS[quant].orders:
-        wanted = f"layout {WEIGHT_FORMATS[quant].order!r}" if quant in WEIGHT_FORMATS else "a format of this version"
+    known = quant in FORMATS or quant in MIXED_FORMATS
+    if not known or layout not in get_format(quant).orders:
+        wanted = f"layout {get_format(quant).order!r}" if known else "a format of this version"
         raise BadStore(
             f"{store.folder}: weights in format {quant!r:.40}, layout {layout!r:.40}, were found, {wanted} is wanted;"
             " prepare the model again"

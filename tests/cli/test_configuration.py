@@ -81,7 +81,8 @@ request_view: dict[str, Any] = {}
 # By key: a value that is not the default, as a file writes it, and where it arrives.
 ARRIVES: dict[str, tuple[str, Callable[[BatchRequest], object], object]] = {
     "dtype": ('"fp32"', lambda r: r.settings.dtype, "fp32"),
-    "quant": ('"int4"', lambda r: r.settings.quant, "int4"),
+    "quant": ('"int4"', lambda r: r.settings.quant.partition("+")[0], "int4"),
+    "experts": ('"int3"', lambda r: r.settings.quant.partition("+")[2], "int3"),
     "compute": ('"int8"', lambda r: r.settings.compute, "int8"),
     "kv": ('"int8/int4"', lambda r: r.settings.kv, "int8/int4"),
     "attention": ('"torch"', lambda r: r.settings.attention, "torch"),

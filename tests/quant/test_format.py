@@ -34,7 +34,9 @@ def test_every_plane_has_the_rows_of_the_matrix(layout: Layout) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "bits"), [("none", 16), ("int8", 8 + 32 / 2048), ("int4", 5), ("nf4", 4.25), ("mxfp4", 4.25)], ids=str
+    ("name", "bits"),
+    [("none", 16), ("int8", 8 + 32 / 2048), ("int4", 5), ("nf4", 4.25), ("mxfp4", 4.25), ("int3", 3.5)],
+    ids=str,
 )
 def test_bits_per_weight_are_those_promised(name: str, bits: float) -> None:
     shape = (1024, 2048)
@@ -63,8 +65,8 @@ def test_weights_of_other_dtypes_are_refused() -> None:
 
 
 def test_an_unknown_format_is_refused_with_the_list_of_those_there_are() -> None:
-    with pytest.raises(FormatError, match=r"'int3' is unknown; use one of none, int8, int4, nf4, mxfp4\."):
-        get_format("int3")
+    with pytest.raises(FormatError, match=r"'int2' is unknown; use one of none, int8, int4, nf4, mxfp4\."):
+        get_format("int2")
 
 
 @given(LAYOUTS, st.sampled_from(WEIGHT_DTYPES), st.booleans())

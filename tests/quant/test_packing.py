@@ -24,7 +24,7 @@ needs_library = pytest.mark.skipif(not library.available(), reason=f"no library 
 # Formats, orders and the rows and columns of whole blocks.
 PACKED = [
     ("nf4", ROWS, 1, 64), ("nf4", TILES, 32, 64), ("int4", INT4PACK, 1, 32), ("int4", TILES, 64, 32),
-    ("mxfp4", ROWS, 1, 32), ("mxfp4", TILES, 32, 32), ("int8", ROWS, 1, 1),
+    ("mxfp4", ROWS, 1, 32), ("mxfp4", TILES, 32, 32), ("int8", ROWS, 1, 1), ("int3", TILES, 32, 32),
 ]  # fmt: skip
 IDS = [f"{name} {order}" for name, order, *_ in PACKED]
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from moedge.quant.formats import mxfp4, nf4
-from moedge.quant.formats.format import WeightFormat
+from moedge.quant.formats.format import CODE_BITS, WeightFormat
 from moedge.quant.tensor import Planes, unpack_nibbles
 
 VALUES = {"nf4": nf4.LEVELS, "e2m1": mxfp4.LEVELS}
@@ -15,7 +15,7 @@ def random_planes(chosen: WeightFormat, shape: tuple[int, int], seed: int = 0) -
     generator = torch.Generator().manual_seed(seed)
     num_rows, num_columns = shape
     whole = chosen.codes == "int8"
-    codes = torch.randint(0, 256, (num_rows, num_columns // (1 if whole else 2)), generator=generator)
+    codes = torch.randint(0, 256, (num_rows, num_columns * CODE_BITS[chosen.codes] // 8), generator=generator)
     groups = (num_rows, num_columns // chosen.group) if chosen.group else (num_rows,)
     scales = (torch.rand(groups, generator=generator) + 0.5) / 16
     zeros = factors = None
@@ -33,10 +33,19 @@ def random_planes(chosen: WeightFormat, shape: tuple[int, int], seed: int = 0) -
     return Planes((codes - 128).to(torch.int8) if whole else codes.to(torch.uint8), scales.to(dtype), zeros, factors)
 
 
+def int3_codes(codes: Tensor) -> Tensor:
+    """The numbers [N, K] in bytes [N, 3 K/8]: of 32, eight bytes with two bits each and four with one."""
+    bits = (codes.int().unsqueeze(2) >> torch.arange(8)) & 1
+    low, high = bits.view(len(codes), -1, 96).split([64, 32], 2)
+    return (low[..., ::2] + 2 * low[..., 1::2] + 4 * high).flatten(1)
+
+
 def defined(chosen: WeightFormat, planes: Planes) -> Tensor:
     """The matrix, float64 [N, K]."""
     if chosen.codes == "int8":
         values = planes.codes.double()
+    elif chosen.codes == "int3":
+        values = (int3_codes(planes.codes) - 4).double()
     else:
         values = unpack_nibbles(planes.codes, high_first=chosen.codes == "nf4").double()
     if chosen.codes in VALUES:

@@ -140,6 +140,8 @@ JOBS = [
     ("int4", "int8", "int4"),
     ("nf4", "float", "bf16"),
     ("mxfp4", "float", "int8"),
+    ("none+int3", "float", "bf16"),
+    ("int8+int3", "int8", "int8"),
 ]
 
 

@@ -15,7 +15,8 @@ def from_planes(format_name: str, planes: Planes, dtype: str, order: str | None 
     No number is rounded: codes and scales are copied. Raises FormatError as `fill` does.
     """
     chosen = get_format(format_name)
-    layout = (chosen.in_order(order) if order else chosen).layout(planes.shape, dtype)
+    columns = planes.codes.shape[1] * 8 // CODE_BITS[chosen.codes]
+    layout = (chosen.in_order(order) if order else chosen).layout((len(planes.codes), columns), dtype)
     return fill(planes, layout, planes.codes.new_empty(layout.nbytes, dtype=torch.uint8))
 
 
@@ -27,7 +28,7 @@ def planes_of(packed: PackedTensor) -> Planes:
     if layout.order == ROWS:
         return Planes(*packed.planes)
     if layout.order == TILES:
-        made, *others = tiles.by_rows(packed.planes, layout.codes == "nf4")
+        made, *others = tiles.by_rows(packed.planes, layout.codes)
         return Planes(made, *(others[0].unbind(2) if others[0].dim() == 3 else others))
     num_rows, (codes, *others) = layout.shape[0], packed.planes
     chunks = list(row_chunks(layout.shape, layout.row_block))

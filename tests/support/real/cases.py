@@ -50,9 +50,11 @@ class Case:
     @property
     def options(self) -> dict[str, Any]:
         """The options of `moedge.LLM`."""
+        quant, _, experts = self.quant.partition("+")
         return {
-            "quant": self.quant, "compute": self.compute, "attention": self.attention, "dtype": self.dtype,
-            "kv": self.dtype if self.kv == "native" else self.kv, "deterministic": self.deterministic,
+            "quant": quant, "experts": experts or "same", "compute": self.compute, "attention": self.attention,
+            "dtype": self.dtype, "kv": self.dtype if self.kv == "native" else self.kv,
+            "deterministic": self.deterministic,
         }  # fmt: skip
 
 
