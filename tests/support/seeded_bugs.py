@@ -83,6 +83,13 @@ BUGS = _bugs(
         "products in tiles",
     ),
     Bug(
+        "upper bits of three-bit codes",
+        "quant/native/packing.cpp",
+        "(four >> 2 & 0x01010101) << (at % 8);",
+        "(four >> 2 & 0x01010101) << (at % 4);",
+        "packing",
+    ),
+    Bug(
         "rows beyond two blocks",
         "quant/native/tiles.h",
         "            for (int64_t first = 0; first < in.rows; first += at_once) {\n"

@@ -184,11 +184,11 @@ PLANTED: dict[str, tuple[dict[str, int], tuple[str, str, str], bool, str]] = {
     "vectors that are rotated": (WIDE, ("none", "float", "int4"), True, "layer 0, attention"),
 }
 # Kernels for AVX-512 alone, for MOEDGE_ISA=none, and for a GPU; and what a pass of fewer than 129 tokens never does,
-# which loading compares (tests/runtime/model/test_fused.py).
+# which loading compares (tests/runtime/model/test_fused.py), as it does what packs.
 ELSEWHERE = {
     "rows beyond two blocks", "heads of a group", "elements of a query", "groups of MXFP4", "rows of an expert",
     "columns of a Triton product", "rows of a Triton product", "keys of a Triton split", "elements of a Triton head",
-    "halves of Triton's int4 keys", "zero points of Triton's int4 values",
+    "halves of Triton's int4 keys", "zero points of Triton's int4 values", "upper bits of three-bit codes",
 }  # fmt: skip
 
 

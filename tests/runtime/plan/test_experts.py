@@ -1,4 +1,4 @@
-"""`runtime/shape/shards.py` and plans with `--experts`: routed experts in a format of their own, all else as --quant says."""
+"""`runtime/shape/shards.py` and plans with `--experts`: routed experts in a format of their own."""
 
 from dataclasses import replace
 
