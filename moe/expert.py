@@ -252,6 +252,14 @@ def mix_experts(
 ) -> torch.Tensor:
     """Computes the routed sum of experts: hidden [T, D], expert_ids and weights [T, A] -> [T, D]."""
     groups = group_by_expert(expert_ids, experts.num_experts)
+    rows = compute_experts(hidden, groups, experts, body, compute)
+    return combine(rows, groups.assignment_rows, weights)
+
+
+def compute_experts(
+    hidden: torch.Tensor, groups: ExpertGroups, experts: ExpertSource, body: ExpertBody, compute: ParallelMatmul
+) -> torch.Tensor:
+    """The outputs of experts for hidden [T, D]: [P, D], in the rows of the groups; the next call overwrites them."""
     rows = compute.workspace.rows(groups.num_rows, hidden)
 
     def run_expert(expert: ResidentExpert, products: Matmul) -> None:
@@ -282,7 +290,7 @@ def mix_experts(
         compute.parallel_for(remaining, run_expert)
     # A thread that is free takes the next expert that arrives; it does not wait for the others.
     compute.parallel_for(chain.from_iterable(map(ungrouped, fetched)), run_expert)
-    return combine(rows, groups.assignment_rows, weights)
+    return rows
 
 
 @dataclass(slots=True)

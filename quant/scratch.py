@@ -44,11 +44,12 @@ def row_nbytes(num_columns: int) -> int:
 def fused_row_nbytes(
     dense: Sequence[tuple[int, int]], hidden: int, chosen: int = 1, inner: int = 0, num_experts: int = 0
 ) -> int:
-    """The buffers of one row of a decoder layer that the library's steps compute as a whole: its vectors, its routing,
-    and what products of its `dense` matrices [(rows, columns)] and of its `chosen` experts take."""
-    widest = max(columns for _, columns in dense)
-    vectors = (3 + chosen) * hidden + widest + sum(rows for rows, _ in dense)
-    products = 3 * row_nbytes(widest) + chosen * (row_nbytes(hidden) + row_nbytes(inner))
+    """The buffers of one row of a decoder layer that the library's steps compute: its vectors, its routing, and what
+    products of its `dense` matrices [(rows, columns)] and of its `chosen` experts take; `inner` is 0 for experts that
+    stream, which are computed in other memory."""
+    widest, outputs = max(columns for _, columns in dense), chosen if inner or not num_experts else 0
+    vectors = (3 + outputs) * hidden + widest + sum(rows for rows, _ in dense)
+    products = 3 * row_nbytes(widest) + outputs * (row_nbytes(hidden) + row_nbytes(inner))
     # Ids, tokens and rows of the chosen experts in int64, their weights and all logits in float32.
     return 2 * vectors + products + 32 * chosen + 4 * num_experts
 

@@ -23,6 +23,7 @@ from ...offload.machine.hardware import num_workers
 from ...offload.memory import KEPT_NBYTES, keep_memory, return_memory
 from ...offload.store.store import Store
 from ...offload.stream.rows import RowCounts
+from ...offload.stream.stream import DENSE
 from ...quant.kernels.gpu import INTERPRETER, Gpu
 from ...quant.kernels.tuning import TILE_ROWS
 from ...quant.kernels.upload import open_ring
@@ -401,8 +402,10 @@ class Loading:
         return draw
 
     def _fuse(self, model: ModelRunner, layers: list[LayerAssembly], cache: KVCache) -> list[FusedLayer]:
-        """The layers that the library's steps compute, where all weights are held and memory is free for buffers."""
-        if self.memory.streamed or not all(pool.spec.group.is_plain for pool in cache.pools):
+        """The layers that the library's steps compute, where all weights but experts are held and memory is free for
+        buffers."""
+        dense_streams = any(key.expert == DENSE for key in self.memory.streamed)
+        if dense_streams or not all(pool.spec.group.is_plain for pool in cache.pools):
             return []
         vocab, compute, plan = self.source.shape.vocab, self.compute, self.plan
         found = [each.layer for each in layers]

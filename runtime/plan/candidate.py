@@ -270,7 +270,7 @@ def fuses(quant: str, dtype: str, deterministic: bool) -> bool:
 SELFTEST_ROWS = 16
 
 
-def fused_nbytes(shape: ModelShape, num_tokens: int) -> int:
+def fused_nbytes(shape: ModelShape, num_tokens: int, *, experts_stream: bool = False) -> int:
     """Bytes at most of the buffers in which the library's steps compute decoder layers of `num_tokens` rows, and those
     of the self-test at load. Layers of the same sizes share them."""
 
@@ -280,7 +280,8 @@ def fused_nbytes(shape: ModelShape, num_tokens: int) -> int:
             return 0
         if experts is None:
             return fused_row_nbytes(dense, shape.hidden)
-        return fused_row_nbytes(dense, experts.up.cols, experts.per_token, experts.down.cols, experts.count)
+        inner = 0 if experts_stream else experts.down.cols
+        return fused_row_nbytes(dense, experts.up.cols, experts.per_token, inner, experts.count)
 
     def sizes(layer: LayerShape) -> tuple[object, ...]:
         experts = layer.experts

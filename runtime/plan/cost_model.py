@@ -574,7 +574,7 @@ class CostModel:
         formats = _CandidateFormats(
             weights.dtype, weights.quant, compute, spec.format, spec.block, weights.grouped_products
         )
-        fused = whole and fuses(weights.quant, weights.dtype, weights.deterministic) and not weights.on_device
+        fused = fuses(weights.quant, weights.dtype, weights.deterministic) and not weights.on_device
         graphs = whole and weights.graphs > 0
         key = (workload, formats, candidate.tokens_per_pass, live, fused, graphs)
         if key not in self._passes:

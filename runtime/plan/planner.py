@@ -34,7 +34,7 @@ from .kernels import missing_kernels
 from .loading_cost import GENERATING, LOADING, Prepared
 from .memory_ledger import MemoryLedger
 from .notes import WORTH, plan_notes
-from .placement import Plan, Workload, choose_placement, device_ring, stage_for_device
+from .placement import Placement, Plan, Workload, choose_placement, device_ring, stage_for_device
 from .speculation import OFF, free_tokens
 
 # What `auto` takes for the cache where memory is short: no measurable loss, half the bytes (docs/quality.md).
@@ -463,7 +463,9 @@ class _Search:
         plan, candidate = self._in_computing_tier(ranked), ranked.candidate
         if self._budget.device is None:
             plan = plan.with_spare(self._budget.host_nbytes - plan.used_nbytes)
-            may = not plan.streams and fuses(plan.quant, plan.dtype, plan.deterministic)
+            if plan.streams:
+                return plan
+            may = fuses(plan.quant, plan.dtype, plan.deterministic)
             most = fused_nbytes(candidate.weights.shape, plan.tokens_per_pass) if may else 0
             fused = min(most, plan.free_nbytes // 2)
             return replace(plan, fused_nbytes=fused, free_nbytes=plan.free_nbytes - fused)
@@ -489,13 +491,27 @@ class _Search:
         most = min(self.space.most_live, candidate.tokens_per_pass)
         return max(least, candidate.cache.sequences_in(free, most))
 
+    def _placement(self, candidate: Candidate, free_nbytes: int, ring: int) -> tuple[Placement, int]:
+        """What is held in `free_nbytes`, and the buffers of layers whose experts stream, for passes in which sequences
+        generate and draft: these save more than the few experts whose memory they take."""
+        weights, shards = candidate.weights, candidate.weights.shards
+        shape, rows = weights.shape, min(candidate.tokens_per_pass, 2 * candidate.live)
+        placement = choose_placement(shards, free_nbytes, ring)
+        assert placement is not None, "a candidate leaves the fewest bytes that weights need"
+        if not placement.ring_nbytes or not shape.num_experts or weights.on_device or shape.state_groups:
+            return placement, 0
+        most = fused_nbytes(shape, rows, experts_stream=True)
+        if not fuses(weights.quant, weights.dtype, weights.deterministic) or not most:
+            return placement, 0
+        less = choose_placement(shards, free_nbytes - most, ring)
+        return (less, most) if less and less.held_dense == len(shards.layers) else (placement, 0)
+
     def _in_computing_tier(self, ranked: _Ranked) -> Plan:
         """The plan, as far as it concerns the tier that computes."""
         candidate, room = ranked.candidate, ranked.room
         free, shards = self._request.budget_nbytes - candidate.fixed, candidate.weights.shards
         ring = device_ring(shards, free) if candidate.weights.on_device else 0
-        placement = choose_placement(shards, room.free_nbytes, ring)
-        assert placement is not None, "a candidate leaves the fewest bytes that weights need"
+        placement, fused = self._placement(candidate, room.free_nbytes, ring)
         weights, specs, blocks = candidate.weights, candidate.cache.specs, room.blocks
         shape, settings = weights.shape, self._request.settings
         latent, indexed = (any(getattr(each, kind) for each in shape.kv_groups) for kind in ("is_latent", "is_index"))
@@ -532,6 +548,7 @@ class _Search:
             activations_nbytes=candidate.activations,
             slack_nbytes=candidate.slack,
             states_nbytes=candidate.states,
+            fused_nbytes=fused,
             encoder_nbytes=encoder_nbytes(candidate.cache.longest),
             prompt_cut=SCAN_CHUNK if shape.state_groups and settings.deterministic else 1,
             tables_nbytes=tables_nbytes(shape),

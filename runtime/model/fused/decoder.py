@@ -1,4 +1,7 @@
-"""Computes all decoder layers of a pass of generated tokens in one call of the library: these models' executor."""
+"""Computes all decoder layers of a pass of generated tokens in one call of the library: these models' executor.
+
+Where experts stream, a call ends when a layer has chosen its experts, and the next one begins by adding them up.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,12 @@ from .layer import FusedLayer, LayerSteps
 
 
 class _Composed(NamedTuple):
-    """The steps of all layers for a rotary embedding of `rotary` elements, and the run of all of them."""
+    """The steps of all layers for a rotary embedding of `rotary` elements, and their runs: one for all layers, and one
+    more for each layer whose experts stream."""
 
     rotary: int
     layers: list[LayerSteps]
-    together: Steps
+    runs: list[Steps]
 
 
 class FusedDecoder:
@@ -71,7 +75,13 @@ class FusedDecoder:
             layer.slots(layer_slots)
             source = stream
         composed.layers[-1].writes(out.data_ptr())
-        composed.together.run(rows, self._compute.call_on_all)
+        first, *others = composed.runs
+        first.run(rows, self._compute.call_on_all)
+        streaming = [at for at, each in enumerate(self.layers) if each.streams]
+        for at, run in zip(streaming, others, strict=True):
+            groups = self.layers[at].add_experts(rows, composed.layers[at])
+            run.run(rows, self._compute.call_on_all)
+            del groups
         for each in self.layers:
             each.count(rows)
         self.taken += 1
@@ -80,14 +90,17 @@ class FusedDecoder:
     def _compose(self, rotary: int) -> _Composed:
         attention = self._attention
         layers = [layer.steps(rotary, attention.block) for layer in self.layers]
-        together: list[Step] = []
+        runs: list[list[Step]] = [[]]
         for index, layer in enumerate(layers):
             layer.stores(*attention.codes(index))
             layer.attended(self._attended.data_ptr())
             layer.writes(self._stream.data_ptr())
             attended = (Step(attention.attend[index]), Step(attention.reduce[index], kind="reduce"))
-            together += [*layer.before, *attended, *layer.behind]
-        return _Composed(rotary, layers, Steps(together))
+            runs[-1] += [*layer.before, *attended, *layer.behind]
+            if self.layers[index].streams:
+                runs.append([])
+            runs[-1].append(layer.last)
+        return _Composed(rotary, layers, [Steps(each) for each in runs])
 
 
 class FusedExecutor:

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypedDict, Unpack
 import torch
 from torch import Tensor, nn
 
-from ....moe.expert import HeldExperts
+from ....moe.expert import ExpertGroups, HeldExperts, compute_experts, group_by_expert
 from ....quant.formats.format import TILES
 from ....quant.kernels.operands import Gate, recognise
 from ....quant.matmul import steps
@@ -65,17 +65,21 @@ class LayerParts:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """E experts of which `num_chosen` are chosen for a row by `router` [E, D]; `softmax_chosen`: weights sum to 1."""
+    """E experts of which `num_chosen` are chosen for a row by `router` [E, D]; `softmax_chosen`: weights sum to 1.
+
+    `held` are all of them; None where experts stream, which `module` computes.
+    """
 
     router: torch.Tensor
     num_chosen: int
     softmax_chosen: bool
     module: PackedExperts
-    source: HeldExperts
+    held: HeldExperts | None
 
     @property
     def inner_size(self) -> int:
-        return int(self.source.experts[0].operands[2].shape[1])
+        """0 where experts stream."""
+        return int(self.held.experts[0].operands[2].shape[1]) if self.held else 0
 
 
 def parts_of(layer: nn.Module) -> LayerParts | None:
@@ -108,15 +112,15 @@ def _mixture(block: nn.Module) -> tuple[Mixture, Gate, list[PackedLinear]] | Non
     routers = [each for name, each in block.named_modules() if is_router(f"{name}.weight") and hasattr(each, "weight")]
     if experts is None or len(routers) != 1 or not _has_only(block, routers):
         return None
-    source, gate, weight = experts.source, experts.body.gate, routers[0].weight
-    chosen = _choice(routers[0])
-    if not isinstance(source, HeldExperts) or gate is None or gate.activation not in ACTIVATIONS or chosen is None:
+    held = experts.source if isinstance(experts.source, HeldExperts) else None
+    gate, weight, chosen = experts.body.gate, routers[0].weight, _choice(routers[0])
+    if gate is None or gate.activation not in ACTIVATIONS or chosen is None:
         return None
-    first = source.experts[0]
-    tiled = all(matrix.layout.order == TILES for matrix in (first.up, first.down))
+    matrices = (held.experts[0].up, held.experts[0].down) if held else ()
+    tiled = all(matrix.layout.order == TILES for matrix in matrices)
     if experts.body.norm is not None or not tiled or not isinstance(weight, torch.Tensor) or not weight.is_contiguous():
         return None
-    return Mixture(weight, *chosen, experts, source), gate, []
+    return Mixture(weight, *chosen, experts, held), gate, []
 
 
 def _dense(block: nn.Module) -> tuple[None, Gate, list[PackedLinear]] | None:
@@ -186,7 +190,8 @@ class Buffers:
         q, k, v = (linear.packed.shape[0] // dim for linear in parts.linears[:3])
         self.normed, self.total, self.projected = (_bf16(rows, hidden) for _ in range(3))
         self.q, self.k, self.v = (_bf16(rows, count, dim) for count in (q, k, v))
-        self.outputs = _bf16(rows * chosen, hidden)
+        held = mixture.held if mixture else None
+        self.outputs = _bf16(rows * chosen if held or mixture is None else 0, hidden)
         self.qkv = (self.q, self.k, self.v)
         # Of a dense layer: what gate and up give.
         self.inner = [_bf16(rows, width) for width, _ in parts.shapes[4:6]]
@@ -198,7 +203,7 @@ class Buffers:
         width = max(columns for _, columns in parts.shapes)
         # The three products of x run at the same time.
         self.packed = torch.empty(3, rows * row_nbytes(width), dtype=torch.uint8)
-        of_row = steps.expert_row_nbytes(mixture.source.experts[0].operands) if mixture else 0
+        of_row = steps.expert_row_nbytes(held.experts[0].operands) if held else 0
         self.scratch = torch.empty(rows * chosen * of_row, dtype=torch.uint8)
 
     @staticmethod
@@ -240,7 +245,8 @@ def _most_rows(parts: LayerParts, tiled_rows: int) -> int:
 
 
 class LayerSteps:
-    """The steps of one layer, in two runs: `before` attention and `behind` it.
+    """The steps of one layer: `before` attention, `behind` it, and the `last` one, ahead of which experts that stream
+    are computed.
 
     All addresses stay but those that the methods set, of tensors of a pass. `routed` is what its router chose.
     """
@@ -279,9 +285,12 @@ class LayerSteps:
             feed_forward = [
                 Step(steps.router(buffers.normed, parts.mixture.router, buffers.logits)),
                 Step(steps.choose(buffers.logits, routed.ids, routed.weights, parts.mixture.softmax_chosen)),
-                *steps.mixture(buffers.normed, routed, table, parts.gate, buffers.outputs, buffers.scratch, integer),
             ]
-        self.behind = [Step(self._projection), Step(self._second), *feed_forward, Step(self._last)]
+            outputs, scratch = buffers.outputs, buffers.scratch
+            if parts.mixture.held is not None:
+                feed_forward += steps.mixture(buffers.normed, routed, table, parts.gate, outputs, scratch, integer)
+        self.behind = [Step(self._projection), Step(self._second), *feed_forward]
+        self.last = Step(self._last)
 
     def reads(self, hidden: int, cos: int, sin: int) -> None:
         """Sets the addresses of the hidden states [T, D] and of the rotary embedding [T, rotary]."""
@@ -299,6 +308,10 @@ class LayerSteps:
     def attended(self, address: int) -> None:
         """Sets the address of what attention gave [T, Hq * dim]."""
         self._projection.x = address
+
+    def adds(self, outputs: int, assignment_rows: int) -> None:
+        """Sets the addresses of what experts gave [P, D], and of the rows of that of each assignment, int64 [T * A]."""
+        self._last.outputs, self._last.assignment_rows = outputs, assignment_rows
 
     def writes(self, out: int) -> None:
         """Sets the address of the result [T, D], which may be that of the hidden states."""
@@ -319,12 +332,13 @@ def _dense_steps(parts: LayerParts, buffers: Buffers, integer: bool) -> list[Ste
 
 
 class _Composed(NamedTuple):
-    """The steps of a layer for a rotary embedding of `rotary` elements, and their two runs."""
+    """The steps of a layer for a rotary embedding of `rotary` elements, and their runs."""
 
     rotary: int
     steps: LayerSteps
     before: Steps
     behind: Steps
+    last: Steps
 
 
 class FusedLayer:
@@ -350,8 +364,8 @@ class FusedLayer:
         self.most_rows = min(buffers.rows, _most_rows(parts, compute.tiled_rows()))
         self._compute = compute
         self._composed: _Composed | None = None
-        experts = parts.mixture.source.experts if parts.mixture else ()
-        self._table = steps.experts_table([expert.operands for expert in experts])
+        held = parts.mixture.held if parts.mixture else None
+        self._table = steps.experts_table([expert.operands for expert in held.experts] if held else [])
         self.routed = buffers.routed._replace(
             ids=torch.empty_like(buffers.routed.ids), counts=torch.zeros_like(buffers.routed.counts)
         )
@@ -364,7 +378,9 @@ class FusedLayer:
         composed = self._composed
         if composed is None or composed.rotary != cos.shape[-1]:
             steps = self.steps(cos.shape[-1])
-            composed = self._composed = _Composed(cos.shape[-1], steps, Steps(steps.before), Steps(steps.behind))
+            behind = steps.behind if self.streams else [*steps.behind, steps.last]
+            runs = (Steps(steps.before), Steps(behind), Steps([steps.last]))
+            composed = self._composed = _Composed(cos.shape[-1], steps, *runs)
         packed, out = named["packed"], torch.empty_like(hidden)
         composed.steps.reads(hidden.data_ptr(), cos.data_ptr(), sin.data_ptr())
         composed.before.run(rows, self._compute.call_on_all)
@@ -373,8 +389,28 @@ class FusedLayer:
         composed.steps.attended(attended.data_ptr())
         composed.steps.writes(out.data_ptr())
         composed.behind.run(rows, self._compute.call_on_all)
+        if self.streams:
+            groups = self.add_experts(rows, composed.steps)
+            composed.last.run(rows, self._compute.call_on_all)
+            del groups
         self.count(rows)
         return out
+
+    @property
+    def streams(self) -> bool:
+        """Whether its experts stream: `add_experts` computes them between its steps."""
+        return self.parts.mixture is not None and self.parts.mixture.held is None
+
+    def add_experts(self, rows: int, steps: LayerSteps) -> ExpertGroups:
+        """Computes the experts that the steps chose for `rows` rows, and lets the last step add them up; the result
+        holds memory that it reads."""
+        mixture = self.parts.mixture
+        assert mixture is not None
+        experts, hidden = mixture.module, self.buffers.normed[:rows]
+        groups = group_by_expert(self.routed.ids[:rows], experts.source.num_experts)
+        outputs = compute_experts(hidden, groups, experts.source, experts.body, self._compute)
+        steps.adds(outputs.data_ptr(), groups.assignment_rows.data_ptr())
+        return groups
 
     def takes(self, hidden: Tensor, embeddings: tuple[Tensor, Tensor]) -> bool:
         """Whether the steps can compute such hidden states with such cos and sin."""
@@ -391,9 +427,8 @@ class FusedLayer:
     def count(self, rows: int) -> None:
         """Counts a pass and what was routed in it, as the seam does."""
         self.taken += 1
-        if self.parts.mixture is not None:
-            source = self.parts.mixture.source
-            source.stats.count(source.layer, rows, self.routed.counts.tolist())
+        if self.parts.mixture is not None and (held := self.parts.mixture.held):
+            held.stats.count(held.layer, rows, self.routed.counts.tolist())
 
     @property
     def chosen(self) -> Tensor | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ....quant.matmul.matmul import ParallelMatmul
+from ....moe.expert import ExpertBody, ExpertGroups, ResidentExpert
+from ....quant.matmul.matmul import Matmul, ParallelMatmul
 from ....quant.matmul.selftest import ANY_KERNEL, BOUNDS, errors
 from ....quant.matmul.tiled import MOST_ROWS
 from ....quant.native.library import available
@@ -43,6 +45,49 @@ class StubAttention:
         self.captured += (q.clone(), k.clone(), v.clone())
         group = q.shape[1] // k.shape[1]
         return q + (k + v).repeat_interleave(group, 1)
+
+
+class StubExperts(ExpertBody):
+    """Replaces experts that stream in a self-test, so that none is read: each multiplies by a number of its own."""
+
+    def forward_by_kernel(
+        self,
+        hidden: Tensor,
+        rows: Tensor,
+        groups: ExpertGroups,
+        residents: list[ResidentExpert],
+        compute: Matmul,
+    ) -> bool:
+        for one in residents:
+            mine = groups.rows(one.expert_id)
+            rows[mine] = hidden[groups.token_ids[mine]] * ((one.expert_id + 1) / len(groups.counts))
+        return True
+
+
+@dataclass
+class StubSource:
+    """Replaces the source of such experts, which have no weights."""
+
+    num_experts: int
+    weights: Any = None
+
+    def fetch(self, groups: ExpertGroups, hidden: Tensor) -> Iterator[list[ResidentExpert]]:
+        yield [ResidentExpert(expert, self.weights) for expert in groups.wanted]
+
+
+@contextmanager
+def stub_experts(layers: Iterable[LayerParts]) -> Iterator[None]:
+    """While entered, no expert of these layers that streams is read."""
+    mixtures = [each.mixture for each in layers if each.mixture is not None and each.mixture.held is None]
+    before = [(each.module, each.module.source, each.module.body) for each in mixtures]
+    try:
+        for module, source, body in before:
+            module.source = StubSource(source.num_experts)
+            module.body = StubExperts(body.activate)
+        yield
+    finally:
+        for module, source, body in before:
+            module.source, module.body = source, body
 
 
 @dataclass
@@ -78,7 +123,8 @@ def fuse(
 ) -> list[FusedLayer]:
     """Replaces `forward` of the decoder layers that the library's steps compute, and returns what replaces them.
 
-    All weights of `runner` are held in memory; `nbytes` may be taken for buffers of at most `most_rows` rows.
+    All weights of `runner` but experts are held in memory; `nbytes` may be taken for buffers of at most `most_rows`
+    rows.
     """
     if not available() or compute.deterministic or compute.device.type != "cpu":
         return []
@@ -90,26 +136,39 @@ def fuse(
         rows = min(max(most_rows, SELFTEST_ROWS), nbytes // of_row) if found else 0
         if rows < SELFTEST_ROWS:
             return []
-        stub = StubAttention([], [])
-        calls = _calls_by_seams(runner, [layers[index] for index in found], list(found.values()), stub, vocab)
-        shared: dict[tuple[object, ...], Buffers] = {}
-        fused: list[FusedLayer] = []
-        for (index, parts), expected in zip(found.items(), calls, strict=True):
-            key = Buffers.key(parts)
-            if key not in shared:
-                shared[key] = Buffers(parts, rows)
-            call = next(call for call in stub.calls if call.layer == index)
-            layer = FusedLayer(parts, shared[key], compute, layers[index].forward, call)
-            at = 3 * stub.calls.index(call)
-            captured = stub.captured[at : at + 3]
-            # Which rows an expert gets depends on no weights: one layer shows it.
-            usable = call.latent is None and (
-                ANY_KERNEL.get()
-                or (_agrees(layer, expected, captured) and (bool(fused) or _takes_many_rows(layer, expected)))
-            )
-            if usable:
-                layers[index].forward = layer.forward
-                fused.append(layer)
+        with stub_experts(found.values()):
+            return _fused(runner, layers, found, rows, vocab, compute)
+
+
+def _fused(
+    runner: ModelRunner,
+    layers: Sequence[nn.Module],
+    found: Mapping[int, LayerParts],
+    rows: int,
+    vocab: int,
+    compute: ParallelMatmul,
+) -> list[FusedLayer]:
+    """Those of the layers `found`, by their index, that compute the same; their `forward` is replaced."""
+    stub = StubAttention([], [])
+    calls = _calls_by_seams(runner, [layers[index] for index in found], list(found.values()), stub, vocab)
+    shared: dict[tuple[object, ...], Buffers] = {}
+    fused: list[FusedLayer] = []
+    for (index, parts), expected in zip(found.items(), calls, strict=True):
+        key = Buffers.key(parts)
+        if key not in shared:
+            shared[key] = Buffers(parts, rows)
+        call = next(call for call in stub.calls if call.layer == index)
+        layer = FusedLayer(parts, shared[key], compute, layers[index].forward, call)
+        at = 3 * stub.calls.index(call)
+        captured = stub.captured[at : at + 3]
+        # Which rows an expert gets depends on no weights: one layer shows it.
+        usable = call.latent is None and (
+            ANY_KERNEL.get()
+            or (_agrees(layer, expected, captured) and (bool(fused) or _takes_many_rows(layer, expected)))
+        )
+        if usable:
+            layers[index].forward = layer.forward
+            fused.append(layer)
     return fused
 
 
@@ -191,7 +250,7 @@ def fused_executor(
     the bits that the model's own forward gives with layers one by one."""
     if not layers or len(layers) != count:
         return None
-    with torch.inference_mode():
+    with torch.inference_mode(), stub_experts(layer.parts for layer in layers):
         decoder = FusedDecoder.of(layers, compute, runner.attention)
         sequences = None if decoder is None else _stored_sequences(cache, vocab)
         if decoder is None or sequences is None:

@@ -11,9 +11,11 @@ import torch
 
 from moedge.quant.matmul.matmul import GEMV_MAX_ROWS
 from moedge.quant.native import library
+from moedge.runtime.calibration.pass_rates import streaming
 from moedge.runtime.engine.sequence import Batch, Sequence
 from moedge.runtime.loading import engine_loader
 from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine
+from moedge.runtime.loading.prepare import prepare
 from moedge.runtime.model.fused import selftest
 from moedge.runtime.model.fused.decoder import FusedExecutor
 from moedge.runtime.model.fused.layer import buffers_nbytes
@@ -22,7 +24,7 @@ from moedge.runtime.plan.memory_ledger import FUSED
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan
 from moedge.runtime.sampling.params import SequenceSampling
-from moedge.runtime.settings.settings import MemoryBudget, Settings
+from moedge.runtime.settings.settings import Budgets, MemoryBudget, Settings
 from moedge.runtime.source.model_source import open_source
 from support.seeded_bugs import BUGS, Bug, planted
 
@@ -137,6 +139,33 @@ def test_models_in_published_sizes_are_near_to_float32(
     with engine(folder, replace(settings, dtype="fp32", kv="fp32", compute="float")) as loaded:
         meant = logits_of(loaded, monkeypatch)
     assert distance(found, meant) < 0.7
+
+
+@pytest.mark.parametrize("held", [0, 3])
+@pytest.mark.parametrize("kv", ["bf16", "int8"])
+def test_layers_whose_experts_stream_have_the_bits_of_those_that_hold_them(
+    kv: str, held: int, checkpoint: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In passes of prompts and of tokens; loading's self-tests read no expert."""
+    folder, settings = checkpoint("qwen3_moe", **SIZES | {"num_experts": 7}), replace(INT4, kv=kv)
+    with engine(folder, settings) as loaded:
+        wanted, offsets = logits_of(loaded, monkeypatch), loaded.key_offsets
+    with open_source(str(folder)) as source:
+        plan = make_plan(source.shape, settings, MemoryBudget(4 << 30), Workload(8, 64))
+        prepare(source, tmp_path / "store", plan.quant, plan.dtype, Budgets(disk="256MiB").on_cpu())
+        plan = streaming(source.shape, plan)
+        plan = replace(plan, placement=replace(plan.placement, held_experts=(held,) * len(source.shape.layers)))
+        with closing(load_engine(source, plan, tmp_path / "store", key_offsets=offsets)) as loaded:
+            assert [layer.streams for layer in loaded.fused] == [True] * len(source.shape.layers)
+            assert isinstance(loaded.model.executor, FusedExecutor) == (kv == "bf16")
+            assert loaded.streamed.nbytes_moved == 0
+            taken = loaded.fused[0].taken
+            found = logits_of(loaded, monkeypatch)
+            assert loaded.fused[0].taken == taken + len(found)
+            cache = loaded.streamed.experts.cache
+            assert cache is not None
+            assert cache.counts.wanted == cache.counts.hits + cache.counts.fetched - cache.counts.unwanted > 0
+    assert all(map(torch.equal, found, wanted))
 
 
 def test_layers_are_fused_in_passes_of_fewer_tokens_than_the_self_test(checkpoint: Folder) -> None:

@@ -132,7 +132,7 @@ def attention_model() -> ModelShape:
 
 
 def test_layers_that_the_library_computes_as_a_whole_have_costs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing streams and the formats have kernels; the seconds that differ are those of the overheads."""
+    """Where nothing but experts streams and formats have kernels; the seconds that differ are those of overheads."""
     monkeypatch.setattr(library, "available", lambda: True)
     shape, job = attention_model(), Workload(64, 64, 64, 64 * 32, 64 * 32)
     dear = replace(NOTHING, layer_s=1e-2, expert_s=1e-4)
@@ -150,7 +150,9 @@ def test_layers_that_the_library_computes_as_a_whole_have_costs_of_their_own(mon
     passes = 32
     assert modules - fused >= passes * len(shape.layers) * (1e-2 + 8 * 1e-4)
     assert fused < modules / 100
-    for same in (seconds(3, quant="none"), seconds(64, quant="nf4", dtype="fp32"), seconds(2, quant="nf4")):
+    streamed = seconds(2, quant="nf4")
+    assert streamed[0] < streamed[1] / 100
+    for same in (seconds(3, quant="none"), seconds(64, quant="nf4", dtype="fp32")):
         assert same[0] == same[1]
 
 

@@ -16,6 +16,7 @@ from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan
 from moedge.runtime.settings.settings import MemoryBudget, Settings
 from moedge.runtime.source.model_source import open_source
+from support.known_shapes import published_shape
 
 SIZES = {"hidden_size": 128, "moe_intermediate_size": 64, "intermediate_size": 64}
 INT4 = Settings(dtype="bf16", quant="int4", kv="bf16")
@@ -42,6 +43,26 @@ def test_a_plan_names_what_loading_chooses(
         assert planned_kernels(plan, source.shape) == wanted
         with closing(load_engine(source, plan)) as loaded:
             assert loaded.kernels(plan) == wanted
+
+
+@pytest.mark.skipif(not library.available(), reason="the library of CPU kernels is not usable here")
+@pytest.mark.parametrize(("ram", "wanted"), [(5, FUSED_DECODER), (9, FUSED_DECODER), (24, FUSED_DECODER)])
+def test_layers_whose_experts_stream_are_fused_within_the_ceiling(ram: int, wanted: str) -> None:
+    """Their buffers are paid for by experts that are held: a few of 6,144."""
+    shape, settings = published_shape("Qwen3-30B-A3B"), replace(INT4, compute="float", max_sequences=48)
+    plan = make_plan(shape, settings, MemoryBudget(ram << 30), Workload(1000, 512))
+    assert plan.streams == (ram < 24)
+    assert planned_kernels(plan, shape).executor == wanted
+    assert plan.used_nbytes <= ram << 30
+    if plan.streams:
+        assert 0 < plan.fused_nbytes < 10 << 20
+
+
+def test_dense_layers_that_stream_keep_the_seams() -> None:
+    shape, settings = published_shape("Qwen3-30B-A3B"), replace(INT4, max_sequences=1, tokens_per_pass=16)
+    plan = make_plan(shape, settings, MemoryBudget(1700 << 20), Workload(10, 64))
+    assert plan.placement.held_dense < len(shape.layers)
+    assert (plan.fused_nbytes, planned_kernels(plan, shape).executor) == (0, SEAMS)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "llama"])
