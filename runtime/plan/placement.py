@@ -140,8 +140,8 @@ class Plan:
     - `encoder_nbytes` of host memory are for tokenizing one prompt while passes run.
     - `kept_nbytes` of memory that one pass frees stay in the process for the next one, where the budget has them.
     - `fused_nbytes` are buffers for decoder layers that the library of CPU kernels computes, in memory that nothing
-      else could use, or instead of a few experts where experts stream. `graphs_nbytes` of a device are for layers that it replays
-      as CUDA graphs. `free_nbytes` of the host's budget are of no use to this job.
+      else could use, or instead of a few experts where experts stream. `graphs_nbytes` of a device are for layers that
+      it replays as CUDA graphs. `free_nbytes` of the host's budget are of no use to this job.
     - `grouped_products` says whether kernels of the device compute experts that arrive together in two launches, and
       `stores_by_kernel` whether one of them writes keys and values into the cache, `draws_by_kernel` whether one draws
       tokens.
