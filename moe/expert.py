@@ -29,7 +29,7 @@ class ExpertGroups:
 
     `token_ids` [P] is the token of each row; padding rows repeat token 0. `assignment_rows` [S] is the row of
     assignment t * A + a. `expert_ids` [T, A] is what the router chose, `counts` [E] the number of tokens that chose
-    each expert.
+    each expert. `foreseen` is what came to the host with the ids (`ExpertSource.foresee`).
     """
 
     expert_ids: torch.Tensor
@@ -37,6 +37,7 @@ class ExpertGroups:
     token_ids: torch.Tensor
     assignment_rows: torch.Tensor
     offsets: tuple[int, ...]
+    foreseen: tuple[torch.Tensor, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -51,11 +52,17 @@ class ExpertGroups:
         return slice(self.offsets[expert_id], self.offsets[expert_id + 1])
 
 
-def group_by_expert(expert_ids: torch.Tensor, num_experts: int) -> ExpertGroups:
+def group_by_expert(
+    expert_ids: torch.Tensor, num_experts: int, foreseen: tuple[torch.Tensor, ...] = ()
+) -> ExpertGroups:
     """Groups expert_ids [T, A] with one stable sort, by numpy: torch's operations are a dozen, each a kernel of a
-    device, and take longer on any processor. A device is waited for once, for the ids, and gets all back in one copy.
+    device, and take longer on any processor. A device is waited for once, for the ids and for `foreseen`, two tensors
+    of one size or none, and gets all back in one copy.
     """
-    ids = expert_ids.reshape(-1).cpu().numpy()
+    chosen = expert_ids.reshape(-1)
+    # Beside scores, ids become float32, which has all of them.
+    host = torch.cat((chosen, *map(torch.flatten, foreseen))).cpu() if foreseen else chosen.cpu()
+    ids = host[: len(chosen)].numpy().astype(np.int64, copy=False)
     counts = np.bincount(ids, minlength=num_experts)
     # Of 16 bits: a radix sort.
     order = np.argsort(ids.astype(np.uint16), kind="stable")
@@ -67,7 +74,8 @@ def group_by_expert(expert_ids: torch.Tensor, num_experts: int) -> ExpertGroups:
     both[rows] = order // expert_ids.shape[1]
     both[offsets[-1] + order] = rows
     there = upload(torch.from_numpy(both), expert_ids.device)
-    return ExpertGroups(expert_ids, counts.tolist(), there[: offsets[-1]], there[offsets[-1] :], offsets)
+    came = host[len(chosen) :].chunk(2) if foreseen else ()
+    return ExpertGroups(expert_ids, counts.tolist(), there[: offsets[-1]], there[offsets[-1] :], offsets, came)
 
 
 def combine(rows: torch.Tensor, assignment_rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -234,6 +242,10 @@ class ExpertSource(Protocol):
     @property
     def num_experts(self) -> int: ...
 
+    def foresee(self, hidden: torch.Tensor, per_token: int) -> tuple[torch.Tensor, ...]:
+        """Experts that the next layer may want, and their scores, both [T, A], on the device of `hidden` [T, D], where
+        a token chooses `per_token`; nothing where nobody asks."""
+
     def fetch(self, groups: ExpertGroups, hidden: torch.Tensor) -> Iterator[list[ResidentExpert]]:
         """Yields the experts that `groups` want as they become usable, first all that are held.
 
@@ -251,6 +263,7 @@ def mix_experts(
     compute: ParallelMatmul,
 ) -> torch.Tensor:
     """Computes the routed sum of experts: hidden [T, D], expert_ids and weights [T, A] -> [T, D]."""
+<<<<<<< HEAD
     groups = group_by_expert(expert_ids, experts.num_experts)
     rows = compute_experts(hidden, groups, experts, body, compute)
     return combine(rows, groups.assignment_rows, weights)
@@ -260,6 +273,11 @@ def compute_experts(
     hidden: torch.Tensor, groups: ExpertGroups, experts: ExpertSource, body: ExpertBody, compute: ParallelMatmul
 ) -> torch.Tensor:
     """The outputs of experts for hidden [T, D]: [P, D], in the rows of the groups; the next call overwrites them."""
+=======
+    # What lies in host memory is not waited for: it can be foreseen behind the requests for what is missing.
+    foreseen = () if hidden.device.type == "cpu" else experts.foresee(hidden, expert_ids.shape[1])
+    groups = group_by_expert(expert_ids, experts.num_experts, foreseen)
+>>>>>>> 814e1008b35c42e6c3b2d7185d05126a74529c41
     rows = compute.workspace.rows(groups.num_rows, hidden)
 
     def run_expert(expert: ResidentExpert, products: Matmul) -> None:
@@ -304,6 +322,9 @@ class HeldExperts:
     @property
     def num_experts(self) -> int:
         return len(self.experts)
+
+    def foresee(self, hidden: torch.Tensor, per_token: int) -> tuple[torch.Tensor, ...]:
+        return ()
 
     def fetch(self, groups: ExpertGroups, hidden: torch.Tensor) -> Iterator[list[ResidentExpert]]:
         self.stats.count(self.layer, len(groups.expert_ids), groups.counts)

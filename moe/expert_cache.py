@@ -200,7 +200,7 @@ class StreamingExpertCache:
         self.order.request_ahead()
         held = self.order.request_missing(layer, wanted)
         self.counts.hits += len(held)
-        self.order.guess_next(hidden, groups.expert_ids.shape[1])
+        self.order.guess_next(groups.foreseen or self.order.foresee(layer, hidden, groups.expert_ids.shape[1]))
         self.order.request_ahead()
         yield [ResidentExpert(expert, self._slots.weights(layer, expert)) for expert in sorted(held)]
         while self.order.is_pending:
@@ -257,6 +257,9 @@ class StreamedExperts:
     layer: int
     num_experts: int
     cache: StreamingExpertCache
+
+    def foresee(self, hidden: torch.Tensor, per_token: int) -> tuple[torch.Tensor, ...]:
+        return self.cache.order.foresee(self.layer, hidden, per_token)
 
     def fetch(self, groups: ExpertGroups, hidden: torch.Tensor) -> Iterator[list[ResidentExpert]]:
         return self.cache.fetch(self.layer, groups, hidden)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ..offload.stream.stream import Arrival, Shard, ShardKey, ShardStream
@@ -35,7 +36,7 @@ class ForecastCounts:
 
 @dataclass(slots=True)
 class ExpertForecast:
-    """Call `guess` for the layer that comes next, then `observe` with what it wanted.
+    """Call `guess` with what was foreseen for the layer that comes next, then `observe` with what it wanted.
 
     `routers` maps a layer to the weights [E, D] of its router; corrections that it adds to its scores are left out.
     """
@@ -47,20 +48,26 @@ class ExpertForecast:
     _precision: dict[int, RunningMean] = field(default_factory=dict)
     _guesses: list[int] = field(default_factory=list)
 
-    def guess(self, layer: int, hidden: torch.Tensor, per_token: int, held: Collection[int], most: int) -> list[int]:
-        """At most `most` experts of `layer` that are not held, likeliest first; none where its router is not known.
-
-        hidden [T, D] are the states that the experts of the layer before receive; a token chooses `per_token` experts.
+    def foresee(self, layer: int, hidden: torch.Tensor, per_token: int) -> tuple[torch.Tensor, ...]:
+        """The best experts of `layer` for each token and their scores, both [T, A], on the device of hidden [T, D]:
+        the states that the experts of the layer before receive. Nothing where its router is not known.
         """
         router = self.routers.get(layer)
         if router is None or router.shape[1] != hidden.shape[1]:
-            return []
+            return ()
         scores = torch.nn.functional.linear(hidden, router.to(hidden.dtype)).float().softmax(-1)
         best = scores.topk(min(per_token, router.shape[0]), dim=-1)
+        return best.indices, best.values
+
+    def guess(self, foreseen: tuple[torch.Tensor, ...], held: Collection[int], most: int) -> list[int]:
+        """At most `most` experts of those that were foreseen, none of them held, likeliest first."""
+        experts, scores = (each.cpu().numpy().ravel() for each in foreseen)
         # Weighed by its score: a token's last choice is often wrong here, its first one almost never.
-        wanted = torch.zeros(router.shape[0], device=hidden.device)
-        wanted.index_add_(0, best.indices.reshape(-1), best.values.reshape(-1))
-        self._guesses = _best(wanted.cpu(), held, most)
+        expected = np.bincount(experts.astype(np.int64, copy=False), scores)
+        # As Python floats: reading single elements of an array takes as long as the sort.
+        values = expected.tolist()
+        likely = (each for each in np.argsort(-expected, kind="stable").tolist() if values[each] > 0.0)
+        self._guesses = list(islice((each for each in likely if each not in held), most))
         return self._guesses
 
     def observe(self, layer: int, wanted: Collection[int]) -> None:
@@ -86,14 +93,6 @@ class ExpertForecast:
         """The fraction of a layer's guesses that is right; 0 before the first guess."""
         mean = self._precision.get(layer)
         return 0.0 if mean is None else mean.value or 0.0
-
-
-def _best(expected: torch.Tensor, held: Collection[int], most: int) -> list[int]:
-    """The likeliest experts that are not held and whose probability is not zero."""
-    ordered = expected.argsort(descending=True, stable=True).tolist()
-    # As Python floats: reading single elements of a tensor takes as long as the sort.
-    values = expected.tolist()
-    return list(islice((each for each in ordered if each not in held and values[each] > 0.0), most))
 
 
 # The most experts that are handed out at once when the stream waits for compute. Nothing is read into their ring slots
@@ -198,7 +197,7 @@ class StreamingOrder:
         self._turn = -1
         # The first turn for which nothing was requested ahead of its router.
         self._ahead = 0
-        self._mode = dict.fromkeys(self._layers, Mode.WANTED)
+        self._mode = dict.fromkeys(self._layers, forced or Mode.WANTED)
         # Experts that the next turn may want, best first; None until a forecast was made.
         self._guess: list[int] | None = None
 
@@ -259,15 +258,22 @@ class StreamingOrder:
                 break
             self._ahead += 1
 
-    def guess_next(self, hidden: torch.Tensor, per_token: int) -> None:
-        """Guesses what the next layer of the pass wants from this layer's hidden states [T, D], `per_token` a token.
+    def foresee(self, layer: int, hidden: torch.Tensor, per_token: int) -> tuple[torch.Tensor, ...]:
+        """What the layer behind `layer` may want (`ExpertForecast`), in mode `wanted`, too: guesses that are not used
+        show whether they would be good. Nothing for the first layer of a pass, and for one that reads all.
 
-        In mode `wanted`, too: guesses that are not used show whether they would be good.
+        Before `begin`, the first layer of a pass sees the modes of the pass before.
         """
-        layer = self._layer_of(self._turn + 1)
-        if self._mode[layer] is not Mode.ALL and layer != self._layers[0]:
+        following = self._layer_of(self._positions[layer] + 1)
+        if self._mode[following] is Mode.ALL or following == self._layers[0]:
+            return ()
+        return self.forecast.foresee(following, hidden, per_token)
+
+    def guess_next(self, foreseen: tuple[torch.Tensor, ...]) -> None:
+        """Guesses what the next layer of the pass wants from what was foreseen."""
+        if foreseen:
             most = num_guesses(self.latency.mean(self._tokens).idle)
-            self._guess = self.forecast.guess(layer, hidden, per_token, self._held(layer), most)
+            self._guess = self.forecast.guess(foreseen, self._held(self._layer_of(self._turn + 1)), most)
 
     @property
     def is_pending(self) -> bool:

@@ -110,7 +110,7 @@ def test_a_forecast_that_knows_the_future_wastes_nothing(
     monkeypatch.setattr(
         ExpertForecast,
         "guess",
-        lambda self, layer, hidden, per_token, held, most: [e for e in next(known) if e not in held],
+        lambda self, foreseen, held, most: [e for e in next(known) if e not in held],
     )
     ran = modes.Way("disk-host", 0.5, Mode.FORECAST, True).run(tiny, fakes)
     assert ran.tokens == wanted.tokens
@@ -128,8 +128,8 @@ def test_the_worst_guesses_cost_bandwidth_only(
 
     generator = torch.Generator().manual_seed(seed)
 
-    def random_guess(self: ExpertForecast, layer: int, hidden: Any, per_token: int, held: Any, most: int) -> list[int]:
-        order = torch.randperm(self.stats.layers[layer].num_experts, generator=generator).tolist()
+    def random_guess(self: ExpertForecast, foreseen: Any, held: Any, most: int) -> list[int]:
+        order = torch.randperm(next(iter(self.stats.layers.values())).num_experts, generator=generator).tolist()
         return [expert for expert in order if expert not in held]
 
     monkeypatch.setattr(ExpertForecast, "guess", random_guess)

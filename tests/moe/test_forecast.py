@@ -2,6 +2,7 @@
 how much that is.
 """
 
+import pytest
 import torch
 
 from moedge.moe.expert import group_by_expert
@@ -20,7 +21,7 @@ def play(one: ExpertForecast, generator: torch.Generator, router: torch.Tensor, 
     right = made = 0
     for _ in range(passes):
         hidden = torch.randn(T, D, generator=generator)
-        guess = one.guess(1, hidden, A, set(), 4)
+        guess = one.guess(one.foresee(1, hidden, A), set(), 4)
         wanted = group_by_expert((hidden @ router.T).topk(A, dim=-1).indices, E).wanted
         one.observe(1, wanted)
         right, made = right + len(set(guess) & set(wanted)), made + len(guess)
@@ -44,10 +45,25 @@ def test_where_nothing_can_be_foreseen_the_precision_says_so() -> None:
 
 
 def test_held_experts_are_not_guessed_and_without_a_router_nothing_is() -> None:
-    guess = forecast(torch.randn(E, D)).guess(1, torch.randn(8, D), E, set(range(E - 3)), 8)
-    assert set(guess) == {E - 3, E - 2, E - 1}
-    assert forecast().guess(1, torch.randn(1, D), A, set(), 4) == []
-    assert forecast(torch.randn(E, D + 1)).guess(1, torch.randn(1, D), A, set(), 4) == [], "states of another width"
+    one = forecast(torch.randn(E, D))
+    assert set(one.guess(one.foresee(1, torch.randn(8, D), E), set(range(E - 3)), 8)) == {E - 3, E - 2, E - 1}
+    assert forecast().foresee(1, torch.randn(1, D), A) == ()
+    assert forecast(torch.randn(E, D + 1)).foresee(1, torch.randn(1, D), A) == (), "states of another width"
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_what_comes_to_the_host_with_the_ids_is_what_was_foreseen(dtype: torch.dtype) -> None:
+    """Of the most experts and with ids of either type: both cross as float32."""
+    most = 1 << 16
+    one = forecast(torch.randn(E, D))
+    ids = torch.randint(most - 9, most, (T, A), dtype=dtype)
+    foreseen = one.foresee(1, torch.randn(T, D), A)
+    groups, alone = group_by_expert(ids, most, foreseen), group_by_expert(ids, most)
+    assert groups.counts == alone.counts
+    assert torch.equal(groups.token_ids, alone.token_ids)
+    assert all(torch.equal(came, sent.flatten().float()) for came, sent in zip(groups.foreseen, foreseen, strict=True))
+    assert one.guess(groups.foreseen, {0, 3}, 4) == one.guess(foreseen, {0, 3}, 4) != []
+    assert alone.foreseen == ()
 
 
 def test_counts_tell_right_guesses_from_wasted_ones() -> None:
