@@ -263,8 +263,9 @@ def mix_experts(
     compute: ParallelMatmul,
 ) -> torch.Tensor:
     """Computes the routed sum of experts: hidden [T, D], expert_ids and weights [T, A] -> [T, D]."""
-<<<<<<< HEAD
-    groups = group_by_expert(expert_ids, experts.num_experts)
+    # What lies in host memory is not waited for: it can be foreseen behind the requests for what is missing.
+    foreseen = () if hidden.device.type == "cpu" else experts.foresee(hidden, expert_ids.shape[1])
+    groups = group_by_expert(expert_ids, experts.num_experts, foreseen)
     rows = compute_experts(hidden, groups, experts, body, compute)
     return combine(rows, groups.assignment_rows, weights)
 
@@ -273,11 +274,6 @@ def compute_experts(
     hidden: torch.Tensor, groups: ExpertGroups, experts: ExpertSource, body: ExpertBody, compute: ParallelMatmul
 ) -> torch.Tensor:
     """The outputs of experts for hidden [T, D]: [P, D], in the rows of the groups; the next call overwrites them."""
-=======
-    # What lies in host memory is not waited for: it can be foreseen behind the requests for what is missing.
-    foreseen = () if hidden.device.type == "cpu" else experts.foresee(hidden, expert_ids.shape[1])
-    groups = group_by_expert(expert_ids, experts.num_experts, foreseen)
->>>>>>> 814e1008b35c42e6c3b2d7185d05126a74529c41
     rows = compute.workspace.rows(groups.num_rows, hidden)
 
     def run_expert(expert: ResidentExpert, products: Matmul) -> None:

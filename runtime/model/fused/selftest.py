@@ -71,6 +71,9 @@ class StubSource:
     num_experts: int
     weights: Any = None
 
+    def foresee(self, hidden: Tensor, per_token: int) -> tuple[Tensor, ...]:
+        return ()
+
     def fetch(self, groups: ExpertGroups, hidden: Tensor) -> Iterator[list[ResidentExpert]]:
         yield [ResidentExpert(expert, self.weights) for expert in groups.wanted]
 
