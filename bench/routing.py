@@ -60,8 +60,8 @@ class Turn:
         return found
 
 
-def record(model: Any, texts: torch.Tensor) -> npt.NDArray[np.int64]:
-    """Routes every token of `texts` [n, BEFORE + PASSES] by a Mixtral: [2, L, n, PASSES, A], `ids` and `ahead`."""
+def record(model: Any, texts: torch.Tensor, before: int = BEFORE) -> npt.NDArray[np.int64]:
+    """Routes every token of `texts` [n, m] by a Mixtral: [2, L, n, m - before, A], `ids` and `ahead`."""
     routers = [module for module in model.modules() if type(module).__name__ == "MixtralTopKRouter"]
     states: dict[Any, torch.Tensor] = {}
     hooks = [each.register_forward_pre_hook(lambda one, args: states.update({one: args[0]})) for each in routers]
@@ -73,7 +73,7 @@ def record(model: Any, texts: torch.Tensor) -> npt.NDArray[np.int64]:
             both = [[router.forward(each)[2] for router, each in zip(routers, given, strict=True)]
                     for given in (rows, [rows[0], *rows[:-1]])]  # fmt: skip
             shape = (2, len(routers), *text.shape, -1)
-            found.append(torch.stack([torch.stack(each) for each in both]).view(shape)[:, :, :, BEFORE:])
+            found.append(torch.stack([torch.stack(each) for each in both]).view(shape)[:, :, :, before:])
     for hook in hooks:
         hook.remove()
     return torch.cat(found, 2).numpy()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from bench import routing
+from bench import routing, row_order
 
 LAYERS, EXPERTS = 3, 8
 
@@ -41,3 +41,18 @@ def test_what_is_read_a_token_is_counted(capsys: pytest.CaptureFixture[str]) -> 
     assert fixed == popular == auto == everything == LAYERS * EXPERTS / 2 / 2
     assert lru == pytest.approx(2 * fixed, rel=0.02)
     assert belady <= fixed
+
+
+def test_an_order_by_routing_finds_rows_that_share_experts() -> None:
+    """Rows of two kinds in turn, each kind with half of the experts: what their prompts chose tells them apart, and
+    their tokens, which are drawn, do not."""
+    generator = np.random.default_rng(0)
+    halves = np.arange(16) % 2 * (EXPERTS // 2)
+    ids = halves[:, None, None] + generator.integers(0, EXPERTS // 2, (LAYERS, 16, 24, 2))
+    texts = generator.integers(0, 5000, (16, 8))
+    found = row_order.orders(texts, ids[:, :, :8], 2, EXPERTS)
+    assert all(sorted(order) == list(range(16)) for order in found.values())
+    wanted = {way: row_order.reads(ids[:, order, 8:], 8, EXPERTS, 0.5)[0] for way, order in found.items()}
+    assert wanted["routing"] == wanted["kinds"] == pytest.approx(0.5, abs=0.02)
+    assert wanted["given"] > 0.85
+    assert wanted["text"] > 0.7

@@ -75,6 +75,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "--model {model} --stores {out} --ram {ram} --sequences 2 --generated 6 --read 16MiB",
     ),
     "routing": ("--help",),
+    "row_order": ("--help",),
     "scale": (
         "--only sequences experts --largest 64 --record {out}/scale.json --page {out}/s.html",
         "--draw --record {out}/scale.json",
