@@ -14,6 +14,7 @@ from ..formats.format import ROWS, Layout
 from ..tensor import PackedTensor, torch_dtype
 from . import decode
 from .decode import decode_int8, decode_pairs, load_table, multiply_add
+from .gpu import interpreted
 from .operands import Gate, Packed, ProductOperands, Sizes, Stack, Tiles
 from .tuning import TILE_ROWS, capability_of, tile_rows, tiles_for
 from .upload import upload
@@ -334,6 +335,8 @@ class GroupedProduct:
         self.deterministic = deterministic
         self.device = torch.device(device)
         self._capability = capability_of()
+        elsewhere = self.device.type == "cpu" or interpreted()
+        self.processors = 1 if elsewhere else torch.cuda.get_device_properties(self.device).multi_processor_count
         self._zero: torch.Tensor | None = None
         self._tables: dict[tuple[str, torch.dtype], torch.Tensor | None] = {}
 
@@ -391,7 +394,8 @@ class GroupedProduct:
         """
         layout, side = matrices[0].layout, ProductOperands(matrices, biases)
         packed = packed or side.packed(Stack.all_of(side.runs)[0])
-        cut = tiles_for(rows.height, layout, x.dtype == torch.float32, self._capability)
+        processors = self.processors if rows.tiles is None else 0
+        cut = tiles_for(rows.height, layout, x.dtype == torch.float32, self._capability, processors)
         grouping = layout.codes, layout.group if layout.grouped else 0, layout.block
         sizes = Sizes(*grouping, *layout.shape, gate, cut.rows, cut.outputs, cut.depth, dot_type(x.dtype))
         num_rows = out.shape[0]

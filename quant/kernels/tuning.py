@@ -43,6 +43,9 @@ _HOPPER_TILES = {
 } | {"none": _TILES["none"]}
 # Tensor cores would lose bits of float32: products are multiply-adds, whose sums fit into registers with small tiles.
 _WIDE = Tiles(16, 32, 64, 4, 1)
+# Where half of the multiprocessors have no program, the others have one, and wait for each instruction and each load:
+# programs then have half the outputs, and more columns are on their way. Sums have the same order, and so the same bits.
+_LONE_STAGES = 4
 # Below sm80 tl.dot is a loop of multiply-adds: on such GPUs, whole matrices are dequantized instead.
 DOT_CAPABILITY = (8, 0)
 # Beyond so many rows a device dequantizes a single matrix first: torch's product then gains more than that takes, from
@@ -72,12 +75,15 @@ def tile_rows(mean_rows: float, wide: bool) -> int:
     return next((rows for rows in TILE_ROWS if mean_rows <= rows), TILE_ROWS[-1])
 
 
-def tiles_for(rows: int, layout: Layout, wide: bool, capability: tuple[int, int]) -> Tiles:
-    """The tile sizes for tiles of `rows`, one of TILE_ROWS, and matrices of a layout."""
+def tiles_for(rows: int, layout: Layout, wide: bool, capability: tuple[int, int], processors: int = 0) -> Tiles:
+    """The tile sizes for tiles of `rows`, one of TILE_ROWS, and matrices of a layout; `processors` are those of a GPU
+    that one matrix has to itself, 0 where several share it."""
     if wide:
         tiles = _WIDE
     else:
         tiles = (_HOPPER_TILES if capability == _HOPPER else _TILES)[layout.codes][rows]
+        if rows == TILE_ROWS[0] and 2 * layout.shape[0] <= processors * tiles.outputs:
+            tiles = tiles._replace(outputs=tiles.outputs // 2, stages=_LONE_STAGES)
     if not layout.grouped:
         return tiles
     # Steps of columns with scales of their own are whole, down to the smallest group.

@@ -22,8 +22,8 @@ _ROUNDINGS = 3
 
 @dataclass(frozen=True, slots=True)
 class ProductCase:
-    """A launch with `counts` rows of each of several matrices [rows, columns], gathered by token ids or not; an
-    alternating `gate` adds biases."""
+    """A launch with `counts` rows of each of several matrices [rows, columns], gathered by token ids or not, or of one
+    `alone`; an alternating `gate` adds biases."""
 
     format: str
     counts: tuple[int, ...]
@@ -31,6 +31,7 @@ class ProductCase:
     gate: Gate | None
     rows: int = 64
     columns: int = 128
+    alone: bool = False
 
     @property
     def name(self) -> str:
@@ -40,11 +41,12 @@ class ProductCase:
 
 def product_cases(experts: Iterable[tuple[int, int]]) -> Iterator[ProductCase]:
     """Both launches of layers of experts, (hidden, inner) columns wide, in each format that can hold them: with few
-    rows, and with as many as have larger tiles."""
+    rows, and with as many as have larger tiles; and those of single matrices."""
     for hidden, inner in experts:
         for name in FORMATS:
             yield ProductCase(name, (3, 20), True, GATE, 2 * inner, hidden)
             yield ProductCase(name, (70,), False, None, hidden, inner)
+            yield ProductCase(name, (3,), False, None, hidden, inner, alone=True)
 
 
 def wrong_grouped(torch_device: torch.device, dtype: torch.dtype, experts: Iterable[tuple[int, int]]) -> str:
@@ -80,7 +82,10 @@ def product_error(case: ProductCase, torch_device: torch.device, dtype: torch.dt
     moved = [PackedTensor(each.layout, tuple(plane.to(torch_device) for plane in each.planes)) for each in matrices]
     moved_biases = [bias.to(torch_device) for bias in biases]
     product = GroupedProduct(torch_device)
-    product.launch(there, out, moved, moved_biases, product.rows(spans, there), ids, case.gate).run()
+    if case.alone:
+        product.multiply(there, moved[0], out).run()
+    else:
+        product.launch(there, out, moved, moved_biases, product.rows(spans, there), ids, case.gate).run()
     rows = x if token_ids is None else x[token_ids]
     wanted = [_gated(rows[span], matrices[i], biases[i : i + 1], case.gate) for i, span in enumerate(spans)]
     return float(errors(out.cpu(), torch.cat(wanted)).max())

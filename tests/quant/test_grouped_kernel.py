@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from moedge.quant.formats.format import FORMATS, ROWS, get_format
+from moedge.quant.kernels import tuning
 from moedge.quant.kernels.operands import Gate
 from moedge.quant.kernels.product import GroupedProduct
 from moedge.quant.tensor import pack
@@ -41,7 +42,9 @@ def test_products_agree_with_float64(format_name: str, gate: str, bias: bool) ->
 
 # Every layout, and every type of scales, with zero points and without.
 @pytest.mark.sample("int4-g64-f16-zp", "int8-g128-bf16", "mxfp4-e8m0", "nf4-f32", "q4_k")
-@pytest.mark.parametrize("format_name", sorted({*FORMATS} - {*cases.FORMATS}))
+@pytest.mark.parametrize(
+    "format_name", [each for each in sorted({*FORMATS} - {*cases.FORMATS}) if get_format(each).codes in tuning._TILES]
+)
 def test_products_with_formats_of_checkpoints_agree_with_float64(format_name: str) -> None:
     case = Case(format_name, 40, 256, (1, 20), num_tokens=None, bias=True, device=DEVICE)
     assert cases.relative_error(case) < 2e-6
@@ -58,6 +61,31 @@ def test_ragged_groups_in_every_tile_height(format_name: str, counts: tuple[int,
 @pytest.mark.parametrize("format_name", ["none", "int8"])
 def test_columns_need_not_fill_the_last_step(format_name: str) -> None:
     assert cases.relative_error(Case(format_name, 50, 80, device=DEVICE)) < 2e-6
+
+
+# SmolLM2's keys, rows that no tile ends at, and columns of gpt-oss.
+@pytest.mark.sample(10)
+@pytest.mark.parametrize(("num_rows", "num_columns"), [(192, 576), (104, 256), (136, 2880)])
+@pytest.mark.parametrize("format_name", cases.FORMATS)
+def test_a_matrix_that_leaves_processors_idle_has_more_programs_and_the_same_bits(
+    format_name: str, num_rows: int, num_columns: int
+) -> None:
+    case = Case(format_name, num_rows, num_columns, (5,), None, dtype=torch.bfloat16, device=DEVICE)
+    made, product = Product.make(case), GroupedProduct(DEVICE)
+    found, programs = [], []
+    for product.processors in (0, 132):
+        launch = product.multiply(made.x, made.matrices[0], made.out.fill_(float("nan")))
+        launch.run()
+        found.append(made.out.clone())
+        programs.append(launch.grid[1])
+        kernels = [each.arguments[-1] for each in product.warm_up_launches(made.matrices[0].layout, torch.bfloat16)]
+        # Which is no other one in a job.
+        assert {product.multiply(made.x[:1].expand(rows, -1), made.matrices[0], made.out).arguments[-1]
+                for rows in (1, 16, 17, 64, 512)} == {*kernels}  # fmt: skip
+    assert programs[0] < programs[1]
+    assert torch.equal(*found)
+    wanted = made.reference()
+    assert (found[1].cpu().double() - wanted).norm() / wanted.norm() < (5e-3 if INTERPRETED else 1e-2)
 
 
 def test_another_matrix_is_noticed() -> None:

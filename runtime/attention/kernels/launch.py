@@ -89,8 +89,8 @@ def attend_launches(
         **dict(zip(("value_width", "value_rest"), cached.values.widths(head_dim, cut.turned), strict=True)),
         unit=stride_unit(head_dim),
         turned=cut.turned,
-        # Each thread has every such column: 16 a warp.
-        partial=min(cut.keys, 16 * cut.warps) if cut.turned else 1,
+        # Eight a warp.
+        partial=min(cut.keys // 2, 8 * cut.warps) if cut.turned else 1,
         dtype=dot_type(out.dtype if cut.dot else torch.float32),
         code_type=tl.float16 if cut.dot and out.dtype != torch.float32 else tl.float32,
         dot=cut.dot,

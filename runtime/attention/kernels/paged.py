@@ -161,8 +161,14 @@ def load_value_factors(values, kv_head, place, live, S: tl.constexpr):
 
 @triton.jit
 def some_columns(x, S: tl.constexpr):
-    """x [M, N] summed over every S.partial-th column: of these a thread has all, so that none waits for others."""
-    return tl.sum(tl.reshape(x, (S.rows, S.keys // S.partial, S.partial)), 1)
+    """x [M, N] summed over the columns that a thread has, so that none waits for others: of 16 neighbours, which are rows
+    of a product, two that are 8 apart, and every warp's next ones. Other kernels keep one sum of all."""
+    if S.turned:
+        pairs = tl.reshape(x, (S.rows, S.keys // 2 // S.partial, S.partial // 8, 2, 8))
+        sums = tl.reshape(tl.sum(tl.sum(pairs, 3), 1), (S.rows, S.partial))
+    else:
+        sums = tl.sum(tl.reshape(x, (S.rows, S.keys // S.partial, S.partial)), 1)
+    return sums
 
 
 @triton.jit

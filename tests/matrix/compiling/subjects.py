@@ -210,6 +210,10 @@ def expert_subjects(capability: tuple[int, int]) -> Iterator[Subject]:
         for row in (up, {"gate": "no gate", "shape": (hidden, inner)}):
             for format_name, rows in (("nf4", 16), ("nf4", 64), ("int8", 16), ("mxfp4", 16), ("mxfp4", 32)):
                 yield experts(row | {"format": format_name, "rows": rows, "dtype": "bfloat16", "bias": pairs})
+    for format_name in ("int8", "int4", "nf4", "mxfp4"):
+        # Keys and values of a dense model, which leave most processors idle.
+        row = {"gate": "no gate", "shape": (1024, 4096), "format": format_name, "rows": 16, "bias": False}
+        yield experts(row | {"dtype": "bfloat16", "alone": True})
     factors = {
         "gate": tuple(GATES), "shape": EXPERTS, "format": ("none", "int8", "nf4"), "rows": TILE_ROWS, "dtype": DTYPES,
         "bias": (False, True),
@@ -222,7 +226,7 @@ def expert_subjects(capability: tuple[int, int]) -> Iterator[Subject]:
 def experts(row: dict[str, Any]) -> Subject:
     kernel = "down" if row["gate"] == "no gate" else "gate and up"
     words = [WORDS[row["dtype"]], row["format"], "x".join(map(str, row["shape"]))]
-    words += [row["gate"]] * (kernel != "down") + ["bias"] * row["bias"]
+    words += [row["gate"]] * (kernel != "down") + ["bias"] * row["bias"] + ["alone"] * row.get("alone", False)
     wide = row["dtype"] == "float32"
     config = f"{' '.join(words)} {row['rows']} rows"
     return Subject(kernel, config, row["rows"] <= 32 and not wide, not wide, 16, lambda: _product(row))
@@ -240,6 +244,9 @@ def _product(row: dict[str, Any]) -> Launch:
     out = torch.empty(rows, num_rows // 2 if gate else num_rows, dtype=dtype)
     token_ids = torch.zeros(rows, dtype=torch.int64) if gate else None
     product = GroupedProduct("cpu")
+    if row.get("alone"):
+        product.processors = num_rows
+        return product.multiply(x, matrix, out)
     cut = product.rows([slice(0, rows)], x)
     biases = [torch.empty(num_rows, dtype=dtype)] if row["bias"] else [None]
     return product.launch(x, out, [matrix], biases, cut, token_ids, gate)
