@@ -57,8 +57,9 @@ struct Matrix {
           scales(random_numbers(random, size_t(kind_.int8 ? rows_ * columns_ / group_ : 0), 0.1f)),
           bias(random() % 2 ? random_numbers(random, size_t(rows_), 1) : Numbers()) {
         for (auto &each : codes) each = uint8_t(random());
-        for (auto &each : pairs) each = uint8_t(random());
-        for (auto &each : factors) each = float(1 + random() % 100) / 10000;
+        // Zeros about the middle of the codes: others make results small beside what is summed.
+        for (size_t i = 0; i < pairs.size(); i++) pairs[i] = uint8_t(i % 2 ? 96 + random() % 64 : random());
+        for (auto &each : factors) each = float(50 + random() % 100) / 100000;
     }
 
     moedge_matrix native() const {
