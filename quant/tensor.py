@@ -61,23 +61,19 @@ def pack_by_library(weight: Tensor, layout: Layout, planes: tuple[Tensor, ...]) 
     """
     if weight.stride(1) != 1:
         weight = weight.contiguous()
-    codes, scales, *zeros = planes
-    # The library writes each zero beside its scale.
-    pairs = scales.new_empty(*scales.shape, 2) if zeros else scales
+    codes, scales, *factors = planes
     some = NativePacking(
         x=weight.data_ptr(),
         stride=weight.stride(0),
         rows=weight.shape[0],
         columns=weight.shape[1],
         codes=codes.data_ptr(),
-        scales=pairs.data_ptr(),
-        scale_stride=scales.stride(0) // 2 if layout.order == INT4PACK else 0,
+        scales=scales.data_ptr(),
+        factors=factors[0].data_ptr() if factors else None,
         format=_FORMATS[layout.format],
         order=_ORDERS[layout.order],
     )
     function("moedge_pack", POINTER(NativePacking))(byref(some))
-    for plane, written in zip((scales, *zeros), pairs.unbind(2) if zeros else (), strict=False):
-        plane.copy_(written)
     return bool(some.finite)
 
 
@@ -106,7 +102,7 @@ CODECS: Mapping[tuple[str, str], Codec] = MappingProxyType(
         ("nf4", NF4PACK): nf4.FusedCodec(),
         ("e2m1", ROWS): mxfp4,
         ("int8", TILES): tiles.TilesCodec("int8", int8),
-        ("int4", TILES): tiles.TilesCodec("int4", tiles.Int4Rows()),
+        ("int4", TILES): tiles.TilesCodec("int4", int4.RowCodec()),
         ("nf4", TILES): tiles.TilesCodec("nf4", nf4),
         ("e2m1", TILES): tiles.TilesCodec("e2m1", mxfp4),
         ("int3", ROWS): int3,
@@ -324,7 +320,8 @@ class Planes(NamedTuple):
 
     `codes` are int8 [N, K], or uint8 [N, K/2]: two codes of four bits a byte, the first in the low bits (nf4: in the
     high bits), or [N, 3 K/8] (int3.py). `scales` are [N] or [N, K/group]; `zeros` [N, K/group]; `factors` float16
-    [N, K/block, 2]: of scales and of zeros. Dtypes are those of the format (WeightFormat); e8m0 is uint8.
+    [N, K/block, 2]: of scales and of zeros. `int4` has scales [N, K/group, 2] with zeros beside them, and factors
+    float32 [N]. Dtypes are those of the format (WeightFormat); e8m0 is uint8.
     """
 
     codes: Tensor
@@ -361,7 +358,7 @@ def fill(planes: Planes, layout: Layout, buffer: Tensor) -> PackedTensor:
     if layout.order == TILES:
         for rows in row_chunks(layout.shape, layout.row_block):
             tiles.interleave_codes(planes.codes[rows].contiguous(), codes[rows], layout.codes)
-        for plane, given in zip(others, _paired(planes), strict=True):
+        for plane, given in zip(others, _given(planes)[1:], strict=True):
             plane.copy_(given) if plane.dim() == 1 else tiles.interleave_groups(given, plane)
         return packed
     for rows in row_chunks(layout.shape, layout.row_block):
@@ -371,7 +368,7 @@ def fill(planes: Planes, layout: Layout, buffer: Tensor) -> PackedTensor:
         numbers = unpack_nibbles(planes.codes[rows])
         whole = len(codes[rows])
         int4.interleave(torch.nn.functional.pad(numbers, (0, 0, 0, whole - len(numbers))), codes[rows])
-    for plane, given in zip(others, _paired(planes), strict=True):
+    for plane, given in zip(others, _given(planes)[1:], strict=True):
         plane[:, num_rows:].zero_()
         plane[:, :num_rows].copy_(given.transpose(0, 1))
     return packed
@@ -397,11 +394,3 @@ def _check(planes: Planes, layout: Layout) -> None:
 
 def _given(planes: Planes) -> list[Tensor]:
     return [each for each in planes if each is not None]
-
-
-def _paired(planes: Planes) -> list[Tensor]:
-    """The planes after the codes as INT4PACK and TILES have them: scales and zeros of a float dtype are one plane."""
-    _, scales, zeros, factors = planes
-    if zeros is not None and zeros.is_floating_point():
-        return [torch.stack((scales, zeros), 2)]
-    return [each for each in (scales, zeros, factors) if each is not None]

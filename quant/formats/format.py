@@ -118,6 +118,11 @@ class Layout:
         """The weights of a row that share the factors of scales and zeros; 0 if the format has none."""
         return self._weights_per_item(self.planes[3]) if len(self.planes) > 3 else 0
 
+    @property
+    def paired(self) -> bool:
+        """Whether scales have zeros beside them, and rows have factors (WeightFormat)."""
+        return self.grouped and len(self.planes[1].shape) > 2
+
     def _weights_per_item(self, plane: Plane) -> int:
         return self.shape[1] // plane.shape[1 - plane.row_axis]
 
@@ -157,8 +162,9 @@ class WeightFormat:
     `scales` and `zeros` are dtypes; e8m0 is a power of two as a biased exponent of eight bits. A weight is
 
         value(code) * scale                  without zeros; for int4, value(code) is code - 8, for int3 code - 4
-        (code - 8) * scale + zero            zeros of a float dtype
         (code - zero) * scale                zeros uint8: zero points, as GPTQ and AWQ have them
+        (code - zero / 16) * scale * factor  `paired`: zeros are beside scales, both 8-bit integers, in one plane
+                                             [N, K/group, 2], and a row has a factor, float32
         code * scale * d - zero * dmin       with `block`: scales and zeros are 8-bit integers, and `block` weights
                                              share the factors d and dmin, float16, as in GGUF's Q4_K
 
@@ -216,6 +222,11 @@ class WeightFormat:
         return (*orders, NF4PACK, TILES) if fused else (*orders, TILES)
 
     @property
+    def paired(self) -> bool:
+        """Whether scales have zeros beside them, integers both, and rows have factors."""
+        return self.scales == "uint8" and not self.block
+
+    @property
     def parts(self) -> tuple[str, str]:
         """The formats of all other matrices, and of routed experts, of a model in this format."""
         return (self.rates, self.experts) if self.experts else (self.name, self.name)
@@ -249,12 +260,9 @@ class WeightFormat:
         if self.group is None:
             yield "scales", self.scales, (rows,), 0
             return
-        if self.order == INT4PACK and DTYPES.get(self.zeros, DTYPES["uint8"]).option:
-            # torch's kernel reads them in pairs.
-            yield "scales", self.scales, (columns // self.group, rows, 2), 1
-            return
-        if self.order == TILES and DTYPES.get(self.zeros, DTYPES["uint8"]).option:
-            yield "scales", self.scales, (rows, columns // self.group, 2), 0
+        if self.paired:
+            yield self._per_group("scales", self.scales, rows, columns // self.group, 2)
+            yield "factors", "float32", (rows,), 0
             return
         yield self._per_group("scales", _PLANE_DTYPES.get(self.scales, self.scales), rows, columns // self.group)
         if self.zeros:
@@ -344,11 +352,10 @@ QUANT_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
                 "int4",
                 "int4",
                 32,
-                "bfloat16",
-                "bfloat16",
-                order=INT4PACK,
+                "uint8",
+                "uint8",
                 auto=True,
-                assumed=Assumed(0.63, 12.9, 6e6, 1.5e9, {8: (2.7, 4.3, 5.4), 9: (2.7, 4.3, 4.9)}, 0.22),
+                assumed=Assumed(0.57, 19.1, 6e6, 1.2e9, {8: (3.6, 5.1, 6.2), 9: (3.6, 5.1, 5.0)}, 0.22),
             ),
             WeightFormat(
                 "nf4",

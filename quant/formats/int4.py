@@ -1,13 +1,15 @@
-"""4-bit integers in torch's order: codes in groups of weights of a row, each group with a scale and perhaps a zero.
+"""4-bit integers from 0 to 15, in groups of weights of a row, each group with a scale and perhaps a zero.
 
-weight = (code - 8) * scale + zero, with codes from 0 to 15. The codes lie as torch's `_weight_int4pack_mm_for_cpu`
-reads them on AVX-512: uint8 [N, K/2], whose bytes are ordered as [N/64, K, 32], by blocks of 64 rows, and byte i of a
-column has row i in the low bits and row 32 + i in the high bits. N is padded to whole blocks. Scales and zeros lie
+- Format `int4`: weight = (code - zero / 16) * scale * factor. Scales (1 to 255) and zeros (0 to 255) are uint8
+  [N, K/group, 2], beside each other; factors are float32 [N]. A group's codes reach from its smallest weight, or 0, to
+  its largest, or 0, and the widest group of a row has the scale 255.
+- As checkpoints have them: weight = (code - 8) * scale, or with zero points uint8 weight = (code - zero point) * scale;
+  with factors float16 [K/256, N, 2] (`q4_k`), both are integers, and weight = code * scale * first factor - zero point
+  * second factor.
 
-- as that kernel reads them: bfloat16 [K/group, N, 2], scale and zero (format `int4`), or
-- as checkpoints have them: scales [K/group, N] and perhaps zero points uint8 [K/group, N], where
-  weight = (code - zero point) * scale; with factors float16 [K/256, N, 2] (`q4_k`), both are integers, and
-  weight = code * scale * first factor - zero point * second factor.
+In torch's order, which the latter have, codes lie as `_weight_int4pack_mm_for_cpu` reads them on AVX-512: uint8
+[N, K/2], whose bytes are ordered as [N/64, K, 32], by blocks of 64 rows, and byte i of a column has row i in the low
+bits and row 32 + i in the high bits. N is padded to whole blocks; scales and zero points are [K/group, N].
 """
 
 from functools import cache
@@ -21,44 +23,34 @@ from .int8 import ROUNDER
 
 BLOCK_ROWS = 64
 NUM_CODES = 16
-# A lower bound, so that the scale of a group of equal weights is a normal number.
-SMALLEST_SCALE = 1e-30
-LARGEST_ZERO = torch.finfo(torch.bfloat16).max
+# Of a step, that zeros count.
+ZERO_STEPS = 16
+LARGEST_SCALE = 255
+# A lower bound, so that the step of a row of zeros is a normal number.
+SMALLEST_FACTOR = 1e-36
+
+
+ONLY_KEPT = "Matrices are not quantized to 4-bit integers as checkpoints have them; use int4."
 
 
 def pack(weight: Tensor, planes: tuple[Tensor, ...]) -> None:
-    """Packs `weight` [n, K], finite; the codes of a group are spread evenly from its smallest to its largest weight.
-
-    Raises FormatError unless zeros are floats: other formats only keep what checkpoints have.
-    """
-    codes, scales = planes[:2]
-    check_zeros(scales)
-    nibbles = torch.zeros(len(codes), weight.shape[1])
-    scale, zero = scales[:, : len(weight)].transpose(0, 1).unbind(2)
-    nibbles[: len(weight)] = quantize(weight, scale, zero)
-    scales[:, len(weight) :].zero_()
-    interleave(nibbles, codes)
+    """Raises FormatError: formats in this order only keep what checkpoints have."""
+    raise FormatError(ONLY_KEPT)
 
 
-ONLY_KEPT = "Matrices are not quantized to 4-bit integers with zero points; use int4."
-
-
-def check_zeros(scales: Tensor) -> None:
-    """Raises FormatError unless scales have float zeros beside them."""
-    if scales.dim() < 3:
-        raise FormatError(ONLY_KEPT)
-
-
-def quantize(weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """Fills scale and zero [n, G]; returns the codes of `weight` [n, K] as float32 [n, K]."""
-    groups = weight.float().view(len(weight), scale.shape[1], -1)
-    low, high = groups.amin(2), groups.amax(2)
+def quantize(weight: Tensor, pairs: Tensor, factors: Tensor) -> Tensor:
+    """Fills the planes of scales and factors for `weight` [n, K], finite; returns its codes as float32 [n, K]."""
+    groups = weight.float().view(len(weight), pairs.shape[1], -1)
+    low, high = groups.amin(2).clamp_(max=0), groups.amax(2).clamp_(min=0)
     exact = high / (NUM_CODES - 1) - low / (NUM_CODES - 1)
-    scale.copy_(exact.clamp(min=SMALLEST_SCALE))
-    # The middle of the codes, 7.5, represents the middle of the weights, half a step below code 8.
-    zero.copy_((low / 2 + high / 2 + exact / 2).clamp_(-LARGEST_ZERO, LARGEST_ZERO))
-    rounded = torch.div(groups - zero.float()[..., None], scale.float()[..., None])
-    return rounded.add_(ROUNDER + 8).sub_(ROUNDER).clamp_(0, NUM_CODES - 1).view(weight.shape)
+    factors.copy_((exact.amax(1) / LARGEST_SCALE).clamp_(min=SMALLEST_FACTOR))
+    # Rounded up, so that codes reach both ends.
+    scale = torch.div(exact, factors[:, None]).ceil_().clamp_(1, LARGEST_SCALE)
+    step = scale * factors[:, None]
+    zero = torch.div(-low, step).mul_(ZERO_STEPS).add_(ROUNDER).sub_(ROUNDER)
+    pairs.copy_(torch.stack((scale, zero), 2))
+    codes = torch.div(groups, step[..., None]).add_(zero.div_(ZERO_STEPS)[..., None])
+    return codes.add_(ROUNDER).sub_(ROUNDER).clamp_(0, NUM_CODES - 1).view(weight.shape)
 
 
 def interleave(nibbles: Tensor, codes: Tensor) -> None:
@@ -74,11 +66,10 @@ def scale_and_zero(planes: tuple[Tensor, ...], axis: int = 0) -> tuple[Tensor, T
     scales, *zeros = planes[1].float(), *planes[2:]
     if scales.dim() == 3:
         scale, zero = scales.unbind(2)
-        return scale, zero
+        factor = zeros[0][:, None]
+        return scale * factor, zero.div(-ZERO_STEPS).add_(NUM_CODES / 2).mul_(scale).mul_(factor)
     if not zeros:
         return scales, torch.zeros_like(scales)
-    if zeros[0].is_floating_point():
-        return scales, zeros[0].float()
     if len(zeros) == 1:
         return scales, zeros[0].float().neg_().add_(NUM_CODES / 2).mul_(scales)
     spread = scales.shape[axis] // zeros[1].shape[axis]
@@ -124,15 +115,12 @@ def _pairs(planes: tuple[Tensor, ...]) -> Tensor:
 
     With few rows this takes longer than the product, if it is written element by element.
     """
-    scales = planes[1]
-    if scales.dim() == 3:
-        return scales
     scale, zero = scale_and_zero(planes)
     # Both halves of an int32. Each of these operations takes a tenth of what writing every other element takes.
     pairs = _bits(scale)
     if len(planes) > 2:
         pairs.add_(_bits(zero), alpha=1 << 16)
-    return pairs.view(torch.bfloat16).view(*scales.shape, 2)
+    return pairs.view(torch.bfloat16).view(*scale.shape, 2)
 
 
 def _bits(numbers: Tensor) -> Tensor:
@@ -143,18 +131,17 @@ def _bits(numbers: Tensor) -> Tensor:
 class RowCodec:
     """The codec (tensor.Codec) of the same codes row after row, the first of two in the low bits of a byte.
 
-    Scales and zeros have their groups on the second axis, and zeros of a float dtype are a plane of their own. GPU
-    kernels read this order.
+    Scales and zeros have their groups on the second axis. GPU kernels read this order.
     """
 
     VALUES = lookup.Values(tuple(float(code - NUM_CODES // 2) for code in range(NUM_CODES)))
 
     def pack(self, weight: Tensor, planes: tuple[Tensor, ...]) -> None:
-        """As int4.pack. Raises FormatError unless zeros are floats."""
-        codes, scales, *zeros = planes
-        if not zeros or not zeros[0].is_floating_point():
+        """Packs `weight` [n, K], finite. Raises FormatError in formats that only keep what checkpoints have."""
+        codes, scales, *factors = planes
+        if scales.dim() < 3:
             raise FormatError(ONLY_KEPT)
-        first, second = quantize(weight, scales, zeros[0]).view(*codes.shape, 2).unbind(2)
+        first, second = quantize(weight, scales, factors[0]).view(*codes.shape, 2).unbind(2)
         codes.copy_(second.mul(NUM_CODES).add_(first).to(torch.int32))
 
     def unpack(self, planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> None:

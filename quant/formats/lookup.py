@@ -32,8 +32,11 @@ def unpack(codes: Tensor, values: Values, scale: Tensor, out: Tensor, zero: Tens
         levels = table.index_select(0, codes[rows].int().view(-1)).view(torch.float32)
         groups = levels.view(*scale[rows].shape, -1)
         factors = scale[rows].unsqueeze(2)
-        if not out.is_cpu and zero is None:
-            torch.mul(groups, factors, out=out[rows].view_as(groups))
+        if not out.is_cpu:
+            if zero is None:
+                torch.mul(groups, factors, out=out[rows].view_as(groups))
+            else:
+                torch.addcmul(zero[rows].unsqueeze(2), groups, factors, out=out[rows].view_as(groups))
             continue
         # A number for each weight: on a CPU, multiplying by one number a group would start a loop for every group.
         groups.mul_(factors.expand_as(groups).contiguous())

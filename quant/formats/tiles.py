@@ -1,10 +1,10 @@
 """Order `tiles`: blocks of 32 rows whose codes, scales and zeros lie as the kernels of quant/native read them.
 
-Every plane has the shape that it has row after row, and a float zero is beside its scale: [N, K/group, 2]. The bytes of
-a block are ordered as [K/group, 32, ...] in planes of scales and zeros; as [K/2, 32, 2] in codes of eight bits; and as
-[K/2, 16, 2] in codes of four bits, where the byte of row i and column p of a pair has row i in the low bits and row
-16 + i in the high bits (so do the codes of order `nf4pack`). Codes of three bits are joined (int3.py) in chunks of 32
-columns, which are ordered as [8, 2, 16, 4]: four columns of 16 rows lie together, then those of the other 16.
+Every plane has the shape that it has row after row. The bytes of a block are ordered as [K/group, 32, ...] in planes of
+scales and zeros; as [K/2, 32, 2] in codes of eight bits; and as [K/2, 16, 2] in codes of four bits, where the byte of
+row i and column p of a pair has row i in the low bits and row 16 + i in the high bits (so do the codes of order
+`nf4pack`). Codes of three bits are joined (int3.py) in chunks of 32 columns, which are ordered as [8, 2, 16, 4]: four
+columns of 16 rows lie together, then those of the other 16. What whole rows have is not ordered.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..native import calls
-from . import int3, int4
+from . import int3
 from .format import TILE_COLUMNS, row_chunks
 
 BLOCK_ROWS = 32
@@ -94,17 +94,6 @@ class TilesCodec:
         for rows in row_chunks((len(out), out.shape[1]), BLOCK_ROWS):
             part = by_rows(tuple(plane[rows] for plane in planes), self._codes)
             self._rows.unpack(part, out[rows], wide[rows])
-
-
-class Int4Rows(int4.RowCodec):
-    """Codes row after row, with each zero beside its scale."""
-
-    def pack(self, weight: Tensor, planes: tuple[Tensor, ...]) -> None:
-        """As int4.pack. Raises FormatError unless zeros are floats."""
-        codes, scales = planes[:2]
-        int4.check_zeros(scales)
-        first, second = int4.quantize(weight, *scales.unbind(2)).view(*codes.shape, 2).unbind(2)
-        codes.copy_(second.mul(16).add_(first).to(torch.int32))
 
 
 def _nibbles(codes: Tensor) -> Tensor:

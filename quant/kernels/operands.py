@@ -84,9 +84,8 @@ class ProductOperands(NamedTuple):
 
     def packed(self, stacks: Sequence[Stack]) -> Packed:
         """Of the stacks of `runs`."""
-        if not self.given:
-            return Packed(*stacks)
-        return Packed(*stacks[:-1])._replace(biases=stacks[-1])
+        names = [plane.name for plane in self.matrices[0].layout.planes]
+        return Packed(**dict(zip([*names, "biases"], stacks, strict=False)))
 
 
 class Gate(NamedTuple):
@@ -103,13 +102,15 @@ class Sizes(NamedTuple):
     """The constants that the kernel is compiled for: a matrix [num_rows, num_columns], its codes, and tile sizes.
 
     `codes` is the type of codes, `group` the columns that share a scale (0 if whole rows do, or there is none), and
-    `block` those that share the factors of scales and zeros (0 without). A program computes `rows` rows of x by
+    `block` those that share the factors of scales and zeros (0 without); `paired` are scales and zeros that lie beside
+    each other, with a factor for each row. A program computes `rows` rows of x by
     `outputs` outputs, `depth` columns at a time, which share one scale.
     """
 
     codes: str
     group: int
     block: int
+    paired: bool
     num_rows: int
     num_columns: int
     gate: Gate | None

@@ -224,14 +224,14 @@ def load_pairs(packed, table, scales, place, start, S: tl.constexpr):
     added = tl.full((1, 1), -0.0, S.dtype)
     if S.codes == "int4":
         origin = tl.full((1, 1), -136.0, S.dtype)
-        if packed.zeros is not None:
+        if S.paired:
+            added = scales[1][:, None]
+        elif packed.zeros is not None:
             if S.block:
                 origin = tl.full((1, 1), -128.0, S.dtype)
                 added = scales[1][:, None]
-            elif packed.zeros.base.dtype.element_ty == tl.uint8:
-                origin = scales[1][:, None]
             else:
-                added = scales[1][:, None]
+                origin = scales[1][:, None]
         one = tl.full((1, 1), 1.0, S.dtype)
         first, second = multiply_add(first, one, origin, S), multiply_add(second, one, origin, S)
     factor = scales[0][:, None]
@@ -249,14 +249,20 @@ def load_scales(packed, place, start, S: tl.constexpr):
     if S.group:
         factors = load_groups(packed.scales, place, start, S)
         zeros = factors
-        if S.codes == "int4" and packed.zeros is not None:
+        if S.paired:
+            both = factors
+            # A byte is the end of the mantissa of a number from 2^23 on: to convert it takes four times as long.
+            factors = ((both & 255) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+            zeros = ((both >> 8) | 0x4B000000).to(tl.float32, bitcast=True)
+            zeros = factors * tl.fma(zeros, -0.0625, 524296.0)
+        elif S.codes == "int4" and packed.zeros is not None:
             zeros = load_groups(packed.zeros, place, start, S)
             if S.block:
                 common = start_of(packed.factors, matrix)
                 common += (outputs.to(tl.int64) * (S.num_columns // S.block) + start // S.block) * 2
                 factors *= tl.load(common, mask=inside, other=0).to(tl.float32)[:, None]
                 zeros *= -tl.load(common + 1, mask=inside, other=0).to(tl.float32)[:, None]
-            elif packed.zeros.base.dtype.element_ty == tl.uint8:
+            else:
                 zeros = -128.0 - zeros
         scales = parts_of(factors.to(S.dtype), zeros.to(S.dtype), S)
     return scales
@@ -286,11 +292,16 @@ def parts_of(scales, zeros, S: tl.constexpr):
 @triton.jit
 def load_groups(plane, place, start, S: tl.constexpr):
     """The numbers of a plane [N, K/group] for the groups from column `start` on: [S.outputs, S.parts], float32;
-    of e2m1 in S.dtype."""
+    of e2m1 in S.dtype, and of pairs of bytes both as one integer."""
     matrix, outputs, inside = place
     groups = outputs.to(tl.int64)[:, None] * (S.num_columns // S.group) + (start // S.group + tl.arange(0, S.parts))
-    numbers = tl.load(start_of(plane, matrix) + groups, mask=inside[:, None], other=0)
-    if S.codes == "e2m1":
+    numbers_of = start_of(plane, matrix)
+    if S.paired:
+        numbers_of = numbers_of.to(tl.pointer_type(tl.uint16), bitcast=True)
+    numbers = tl.load(numbers_of + groups, mask=inside[:, None], other=0)
+    if S.paired:
+        numbers = numbers.to(tl.int32)
+    elif S.codes == "e2m1":
         # e8m0: the exponent of a bfloat16, or of a float32; 2^-127 is subnormal.
         if S.dtype == tl.bfloat16:
             numbers = tl.maximum(numbers.to(tl.int16) << 7, 1 << 6).to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -304,9 +315,9 @@ def load_groups(plane, place, start, S: tl.constexpr):
 
 @triton.jit
 def finish(sums, packed, matrix, outputs, inside, S: tl.constexpr):
-    """Applies the scales of int8's rows and adds biases."""
-    if S.codes == "int8" and not S.group:
-        scales = start_of(packed.scales, matrix)
+    """Applies the scales or factors of rows and adds biases."""
+    if S.paired or (S.codes == "int8" and not S.group):
+        scales = start_of(packed.factors if S.paired else packed.scales, matrix)
         sums *= tl.load(scales + outputs, mask=inside, other=0.0)[None, :]
     if packed.biases is not None:
         biases = start_of(packed.biases, matrix)
@@ -396,7 +407,7 @@ class GroupedProduct:
         packed = packed or side.packed(Stack.all_of(side.runs)[0])
         processors = self.processors if rows.tiles is None else 0
         cut = tiles_for(rows.height, layout, x.dtype == torch.float32, self._capability, processors)
-        grouping = layout.codes, layout.group if layout.grouped else 0, layout.block
+        grouping = layout.codes, layout.group if layout.grouped else 0, layout.block, layout.paired
         sizes = Sizes(*grouping, *layout.shape, gate, cut.rows, cut.outputs, cut.depth, dot_type(x.dtype))
         num_rows = out.shape[0]
         tiles = triton.cdiv(num_rows, rows.height) if rows.tiles is None else len(rows.tiles)
@@ -420,7 +431,7 @@ class GroupedProduct:
     def _alone(self, x: torch.Tensor, matrix: PackedTensor, out: torch.Tensor, height: int) -> Launch:
         if self._zero is None:
             self._zero = torch.zeros(1, dtype=torch.int64, device=self.device)
-        packed = Packed(*(Stack(plane, self._zero) for plane in matrix.planes))
+        packed = ProductOperands([matrix], []).packed([Stack(plane, self._zero) for plane in matrix.planes])
         return self.launch(x, out, [matrix], [None], RowTiles(None, height), packed=packed)
 
     def _table(self, codes: str, dtype: torch.dtype) -> torch.Tensor | None:

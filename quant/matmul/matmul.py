@@ -19,19 +19,19 @@ from ..formats.format import (
     INT4PACK,
     INTEGER_CODES,
     NF4PACK,
-    QUANT_FORMATS,
     ROWS,
     TILE_COLUMNS,
     TILES,
     FormatError,
     Layout,
+    WeightFormat,
     end_of,
     get_format,
 )
 from ..kernels.tuning import GROUPED_ROWS
 from ..native import library
 from ..scratch import TILE, is_direct, row_nbytes, scratch_nbytes, scratch_planes, strip_rows
-from ..tensor import PackedTensor, dtype_name, pack, unpack_unscaled, view
+from ..tensor import PackedTensor, dtype_name, unpack_unscaled, view
 from . import tiled
 from .thread_pool import WorkerPool, torch_threads
 
@@ -461,23 +461,17 @@ def measure_gemv_max_rows(format_name: str, integer: bool = False) -> dict[str, 
     """
     found = get_format(format_name)
     orders = [order for order, usable in _FUSED.items() if order in found.orders and usable()]
-    rows = found.codes == "int8" and found.group is None
+    one, several = map(get_format, found.parts)
     limits: dict[str, int] = {}
     with torch_threads(1):
         if NF4PACK in orders:
-            limits[found.codes] = _fused_max_rows(found.name, NF4PACK)
-        elif rows or (found.codes == "int4" and int4.has_kernel()):
-            limits[found.codes] = _break_even_rows(found.rates or found.name)
+            limits[found.codes] = _fused_max_rows(found, NF4PACK)
+        elif one.whole_rows or (INT4PACK in one.orders and int4.has_kernel()):
+            limits[found.codes] = _break_even_rows(one)
         if TILES in orders:
             # Rows that are rounded mean something else: no time may decide whether they are.
-            packed = get_format(found.experts or found.name)
-            limits[TILES] = ALL_ROWS if integer else _fused_max_rows(packed.rates or _quantized(packed.codes), TILES)
+            limits[TILES] = ALL_ROWS if integer else _fused_max_rows(several, TILES)
     return limits
-
-
-def _quantized(codes: str) -> str:
-    """The format with such codes that matrices can be quantized to."""
-    return next(name for name, each in QUANT_FORMATS.items() if each.codes == codes)
 
 
 # Orders whose kernels take any number of rows, and whether they can be used here.
@@ -487,25 +481,31 @@ _FUSED: Mapping[str, Callable[[], bool]] = MappingProxyType(
 
 
 @torch.inference_mode()
-def _break_even_rows(format_name: str) -> int:
+def _break_even_rows(chosen: WeightFormat) -> int:
     """The number of rows for which both take the same time, from 1 to MOST_ROWS."""
-    packed = pack(torch.randn(GEMV_SHAPE, dtype=torch.bfloat16), format_name)
+    packed = _matrix_of_zeros(chosen)
     kernel, dequantizing = _kernel_and_dequantizing(packed, GEMV_ROWS)
     return max(1, min(MOST_GEMV_ROWS, int(GEMV_ROWS * dequantizing / kernel)))
 
 
 @torch.inference_mode()
-def _fused_max_rows(format_name: str, order: str) -> int:
+def _fused_max_rows(chosen: WeightFormat, order: str) -> int:
     """The number of rows for which the fused product of nf4 takes as long as dequantizing first; perhaps any.
 
     Both are compared for few and for many rows, between which their times are straight lines.
     """
-    packed = pack(torch.randn(GEMV_SHAPE, dtype=torch.bfloat16), format_name, order)
+    packed = _matrix_of_zeros(chosen.in_order(order))
     few, many = (_kernel_and_dequantizing(packed, rows) for rows in (GEMV_ROWS, FUSED_ROWS))
     saved, lost = few[1] - few[0], many[0] - many[1]
     if lost <= 0:
         return ALL_ROWS
     return max(1, int(GEMV_ROWS + (FUSED_ROWS - GEMV_ROWS) * max(0.0, saved) / (max(0.0, saved) + lost)))
+
+
+def _matrix_of_zeros(chosen: WeightFormat) -> PackedTensor:
+    """A matrix in a format of any kind: products take as long as with other numbers."""
+    layout = chosen.layout(GEMV_SHAPE, "bfloat16")
+    return PackedTensor.bind(layout, torch.zeros(layout.nbytes, dtype=torch.uint8))
 
 
 def _kernel_and_dequantizing(packed: PackedTensor, num_rows: int) -> tuple[float, float]:

@@ -70,10 +70,12 @@ def random_matrix(layout: Layout, seed: int = 0) -> PackedTensor:
         elif tensor.is_floating_point():
             drawn = torch.rand(tensor.shape, generator=generator) + 0.5
             signs = torch.randint(0, 2, tensor.shape, generator=generator) * 2 - 1 if layout.codes == "none" else 1
-            tensor.copy_(drawn * signs / (512 if plane.name == "factors" else 16))
+            size = 16 if plane.name != "factors" else 2048 if layout.paired else 512
+            tensor.copy_(drawn * signs / size)
         else:
-            # Exponents of e8m0, integer scales of blocks, and zero points.
-            low, high = (0, 16) if plane.name == "zeros" else (1, 64) if whole else (120, 126)
+            # Zero points; integer scales of blocks, or with zeros beside them; exponents of e8m0.
+            scales = (1, 64) if whole else (64, 192) if layout.paired else (120, 126)
+            low, high = (0, 16) if plane.name == "zeros" else scales
             tensor.copy_(torch.randint(low, high, tensor.shape, generator=generator))
     return packed
 

@@ -76,12 +76,13 @@ def look_up(codes: Tensor, numbers: Tensor) -> Tensor:
 
 def native_matrix(codes: str, planes: tuple[Tensor, ...], num_columns: int) -> NativeMatrix:
     """A matrix [N, K] of such codes, of whole tiles, as the kernels in tiles.h take it."""
-    scales, *zeros = planes[1:]
+    scales, *others = planes[1:]
     group = num_columns // scales.shape[1] if scales.dim() > 1 else num_columns
     return NativeMatrix(
         codes=planes[0].data_ptr(),
         scales=scales.data_ptr(),
-        zeros=zeros[0].data_ptr() if zeros else None,
+        zeros=next((each.data_ptr() for each in others if each.dim() > 1), None),
+        factors=next((each.data_ptr() for each in others if each.dim() == 1), None),
         rows=len(planes[0]),
         columns=num_columns,
         group=group,

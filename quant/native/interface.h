@@ -21,7 +21,8 @@ enum moedge_format : int32_t { MOEDGE_FP32, MOEDGE_BF16, MOEDGE_FP16, MOEDGE_INT
 // Types of codes that lie in order `tiles` (formats/format.py).
 enum class moedge_codes : int32_t { INT4, NF4, E2M1, INT3, INT8 };
 
-// Scales of groups: of a dtype, a power of two as a biased exponent (UINT8), or a scale and a zero of bfloat16 each.
+// Scales of groups: of a dtype, a power of two as a biased exponent (UINT8), or a scale and a zero in sixteenths of it,
+// bytes both, which are multiplied by the factor of their row.
 enum class moedge_scales : int32_t { BFLOAT16, FLOAT16, FLOAT32, UINT8, PAIRS };
 
 // Activations of gated experts (kernels/operands.py).
@@ -29,7 +30,7 @@ enum class moedge_activation : int32_t { SILU, GELU_TANH, CLAMPED_SWIGLU };
 
 // Formats that matrices are quantized to, and the orders in which their codes are written (formats/format.py).
 enum class moedge_weight_format : int32_t { NF4, INT4, MXFP4, INT8, INT3 };
-enum class moedge_order : int32_t { ROWS, TILES, INT4PACK };
+enum class moedge_order : int32_t { ROWS, TILES };
 
 // Types of GGUF's blocks that are dequantized by the library (gguf/constants.py has all of them), and bytes by a table.
 enum class moedge_block_type : int32_t {
@@ -112,6 +113,7 @@ struct moedge_matrix {
     const uint8_t *codes;
     const uint8_t *scales;  // [rows, columns / group]
     const uint8_t *zeros;  // zero points, or null
+    const float *factors;  // [rows] of PAIRS, or null
     int64_t rows;
     int64_t columns;
     int64_t group;  // columns that share a scale
@@ -293,7 +295,7 @@ struct moedge_packing {
     int64_t columns;
     uint8_t *codes;
     void *scales;
-    int64_t scale_stride;  // of groups, in order INT4PACK
+    float *factors;  // [rows] of INT4
     moedge_weight_format format;
     moedge_order order;
     int32_t finite;  // the result: 0 if a number is NaN or infinite

@@ -166,7 +166,8 @@ inline bool extremes(const uint16_t* x, float& high, float& low) {
     return top <= LARGEST && bottom >= ~LARGEST;
 }
 
-// Each format packs one group of a row: codes a byte each, and what is stored beside them; false if not all is finite.
+// Each format packs one group of a row: codes a byte each, and what is stored beside them; false if not all is finite. Int4
+// takes the factor of the row.
 
 // formats/nf4.py
 struct Nf4 {
@@ -177,7 +178,7 @@ struct Nf4 {
 
     Nf4() : levels(midpoints().numbers, 15, 1.0f, true) {}
 
-    bool pack(const uint16_t* x, uint8_t* codes, Scale* scale) const {
+    bool pack(const uint16_t* x, uint8_t* codes, Scale* scale, float) const {
         const int most = largest_of<GROUP>(x);
         if (most > LARGEST) return false;
         *scale = uint16_t(most);
@@ -207,28 +208,39 @@ struct Nf4 {
 // formats/int4.py
 struct Int4 {
     struct Scale {
-        uint16_t scale, zero;
+        uint8_t scale, zero;
     };
     static constexpr int64_t GROUP = 32;
     static constexpr bool HIGH_FIRST = false;
 
-    bool pack(const uint16_t* x, uint8_t* codes, Scale* to) const {
-        float high, low;
+    // A group's range, with 0, in steps between codes.
+    static bool steps_of(const uint16_t* x, float& low, float& exact) {
+        float high;
         if (!extremes<GROUP>(x, high, low)) return false;
-        const float exact = high / 15 - low / 15;
-        to->scale = float_to_bf16(exact < 1e-30f ? 1e-30f : exact);
-        to->zero = float_to_bf16(bounded(low / 2 + high / 2 + exact / 2));
-        const vf scale = set1(bf16_to_float(to->scale)), zero = set1(bf16_to_float(to->zero));
-        put_codes(x, codes, [&](vf numbers) {
-            const vf rounded = sub(add(div(sub(numbers, zero), scale), set1(ROUNDER + 8)), set1(ROUNDER));
-            return to_integers(min(max(rounded, set1(0.0f)), set1(15.0f)));
-        });
+        low = low < 0 ? low : 0;
+        exact = (high > 0 ? high : 0) / 15 - low / 15;
         return true;
     }
 
-    static float bounded(float x) {
-        const float most = bf16_to_float(LARGEST);
-        return x > most ? most : x < -most ? -most : x;
+    static bool factor_of(const uint16_t* x, int64_t columns, float& factor) {
+        float most = 0, low, exact;
+        for (int64_t c = 0; c < columns; c += GROUP, most = exact > most ? exact : most)
+            if (!steps_of(x + c, low, exact)) return false;
+        factor = most / 255 < 1e-36f ? 1e-36f : most / 255;
+        return true;
+    }
+
+    bool pack(const uint16_t* x, uint8_t* codes, Scale* to, float factor) const {
+        float low, exact;
+        if (!steps_of(x, low, exact)) return false;
+        const float steps = __builtin_ceilf(exact / factor), scale = steps < 1 ? 1 : steps > 255 ? 255 : steps;
+        const float step = scale * factor, zero = -low / step * 16 + ROUNDER - ROUNDER;
+        *to = {uint8_t(scale), uint8_t(zero)};
+        put_codes(x, codes, [&](vf numbers) {
+            const vf code = add(div(numbers, set1(step)), set1(zero / 16)), rounded = sub(add(code, set1(ROUNDER)), set1(ROUNDER));
+            return to_integers(min(max(rounded, set1(0.0f)), set1(15.0f)));
+        });
+        return true;
     }
 };
 
@@ -251,7 +263,7 @@ struct Int3 {
         return min(max(rounded, set1(-4.0f)), set1(3.0f));
     }
 
-    bool pack(const uint16_t* x, uint8_t* codes, Scale* to) const {
+    bool pack(const uint16_t* x, uint8_t* codes, Scale* to, float) const {
         float high, low;
         if (!extremes<GROUP>(x, high, low)) return false;
         const float farthest = -low > high ? low : high, unit = __builtin_fabsf(farthest) < 1e-30f ? 1.0f : farthest;
@@ -291,7 +303,7 @@ struct Mxfp4 {
 
     Mxfp4() : levels(MIDPOINTS, 7, 8.0f, false) {}
 
-    bool pack(const uint16_t* x, uint8_t* codes, Scale* scale) const {
+    bool pack(const uint16_t* x, uint8_t* codes, Scale* scale, float) const {
         const int most = largest_of<GROUP>(x);
         if (most > LARGEST) return false;
         // The exponent of the largest less that of 6, which is 2; subnormal numbers have the smallest scale.
@@ -312,9 +324,17 @@ using Rows = moedge_packing;
 // Some groups of a row, whose scales are `step` apart.
 template <class Format>
 bool pack_groups(const Format& format, const uint16_t* x, int64_t columns, uint8_t* codes, typename Format::Scale* scales,
-                 int64_t step) {
+                 int64_t step, const float* factor) {
     for (int64_t c = 0; c < columns; c += Format::GROUP, scales += step)
-        if (!format.pack(x + c, codes + c, scales)) return false;
+        if (!format.pack(x + c, codes + c, scales, factor ? *factor : 0)) return false;
+    return true;
+}
+
+// The factors of COUNT rows at most, from `first` on; false if not all is finite.
+template <int64_t COUNT>
+bool find_factors(const Rows& some, int64_t first) {
+    for (int64_t r = first; some.factors && r < some.rows && r < first + COUNT; r++)
+        if (!Int4::factor_of(some.x + r * some.stride, some.columns, some.factors[r])) return false;
     return true;
 }
 
@@ -332,14 +352,17 @@ template <class Format>
 bool pack_rows(const Rows& some) {
     const Format format;
     const int64_t groups = some.columns / Format::GROUP;
-    for (int64_t r = 0; r < some.rows; r++)
+    for (int64_t r = 0; r < some.rows; r++) {
+        if (!find_factors<1>(some, r)) return false;
         for (int64_t c = 0; c < some.columns; c += COLUMNS) {
             uint8_t codes[COLUMNS];
             const int64_t count = some.columns - c < COLUMNS ? some.columns - c : COLUMNS;
             auto* scales = (typename Format::Scale*)some.scales + r * groups + c / Format::GROUP;
-            if (!pack_groups(format, some.x + r * some.stride + c, count, codes, scales, 1)) return false;
+            const float* factor = some.factors ? some.factors + r : nullptr;
+            if (!pack_groups(format, some.x + r * some.stride + c, count, codes, scales, 1, factor)) return false;
             join_pairs(codes, count, Format::HIGH_FIRST, some.codes + (r * some.columns + c) / 2);
         }
+    }
     return true;
 }
 
@@ -361,18 +384,6 @@ inline void transpose_pairs(__m128i (&rows)[8]) {
     }
 }
 
-// The same for 16 rows of 16 bytes.
-inline void transpose_bytes(__m128i (&rows)[16]) {
-    for (int step = 0; step < 4; step++) {
-        __m128i next[16];
-        for (int i = 0; i < 8; i++) {
-            next[2 * i] = _mm_unpacklo_epi8(rows[i], rows[i + 8]);
-            next[2 * i + 1] = _mm_unpackhi_epi8(rows[i], rows[i + 8]);
-        }
-        memcpy(rows, next, sizeof(next));
-    }
-}
-
 // Writes columns of a block of rows in order `tiles`: of each pair of columns the pairs of 16 rows, joined with those of
 // the other 16.
 struct Tiles {
@@ -387,10 +398,6 @@ struct Tiles {
                 for (int i = 0; i < 8; i++) _mm_storeu_si128((__m128i*)(to + (c / 2 + i) * 32 + 16 * half), rows[i]);
             }
     }
-
-    // Where the scales of a block begin, and how far its groups are apart.
-    static int64_t first_scale(int64_t block, int64_t groups) { return block * ROWS * groups; }
-    static int64_t group_step(const Rows&) { return ROWS; }
 };
 
 // The same of three-bit codes (tiles.h).
@@ -413,46 +420,25 @@ struct Tiles3 : Tiles {
     }
 };
 
-// The same in order `int4pack`: of each column 32 rows, joined with the other 32.
-struct Int4Pack {
-    static constexpr int64_t ROWS = 64, BITS = 4;
-
-    static void put(const uint8_t (&codes)[ROWS][COLUMNS], int64_t count, uint8_t* to) {
-        for (int64_t c = 0; c < count; c += 16)
-            for (int half = 0; half < 2; half++) {
-                __m128i rows[16];
-                for (int i = 0; i < 16; i++) rows[i] = shared(codes[16 * half + i] + c, codes[16 * half + 32 + i] + c);
-                transpose_bytes(rows);
-                for (int i = 0; i < 16; i++) _mm_storeu_si128((__m128i*)(to + (c + i) * 32 + 16 * half), rows[i]);
-            }
-    }
-
-    static int64_t first_scale(int64_t block, int64_t) { return block * ROWS; }
-    static int64_t group_step(const Rows& some) { return some.scale_stride; }
-};
-
-// Rows that the last block lacks have codes and scales of 0.
+// Of whole blocks of rows.
 template <class Format, class Order>
 bool pack_blocks(const Rows& some) {
     using Scale = typename Format::Scale;
     const Format format;
-    const int64_t groups = some.columns / Format::GROUP, step = Order::group_step(some);
+    const int64_t groups = some.columns / Format::GROUP;
     for (int64_t first = 0; first < some.rows; first += Order::ROWS) {
-        const int64_t rows = some.rows - first < Order::ROWS ? some.rows - first : Order::ROWS;
-        Scale* scales = (Scale*)some.scales + Order::first_scale(first / Order::ROWS, groups);
+        if (!find_factors<Order::ROWS>(some, first)) return false;
+        Scale* scales = (Scale*)some.scales + first * groups;
         for (int64_t c = 0; c < some.columns; c += COLUMNS) {
             uint8_t codes[Order::ROWS][COLUMNS];
             const int64_t count = some.columns - c < COLUMNS ? some.columns - c : COLUMNS, group = c / Format::GROUP;
-            for (int64_t r = 0; r < rows; r++) {
+            for (int64_t r = 0; r < Order::ROWS; r++) {
                 const uint16_t* x = some.x + (first + r) * some.stride + c;
                 // Processors do not follow so many rows at once on their own.
-                if (r + AHEAD < rows)
+                if (r + AHEAD < Order::ROWS)
                     for (int64_t i = 0; i < count; i += 32) _mm_prefetch((const char*)(x + AHEAD * some.stride + i), _MM_HINT_T0);
-                if (!pack_groups(format, x, count, codes[r], scales + group * step + r, step)) return false;
-            }
-            for (int64_t r = rows; r < Order::ROWS; r++) {
-                memset(codes[r], 0, sizeof(codes[r]));
-                for (int64_t g = group; g < group + count / Format::GROUP; g++) memset(scales + g * step + r, 0, sizeof(Scale));
+                const float* factor = some.factors ? some.factors + first + r : nullptr;
+                if (!pack_groups(format, x, count, codes[r], scales + group * Order::ROWS + r, Order::ROWS, factor)) return false;
             }
             Order::put(codes, count, some.codes + (first * some.columns + c * Order::ROWS) * Order::BITS / 8);
         }
@@ -493,9 +479,7 @@ bool pack(const Rows& some) {
     switch (some.format) {
         case moedge_weight_format::NF4: return tiles ? pack_blocks<Nf4, Tiles>(some) : pack_rows<Nf4>(some);
         case moedge_weight_format::MXFP4: return tiles ? pack_blocks<Mxfp4, Tiles>(some) : pack_rows<Mxfp4>(some);
-        case moedge_weight_format::INT4:
-            if (some.order == moedge_order::ROWS) return pack_rows<Int4>(some);
-            return tiles ? pack_blocks<Int4, Tiles>(some) : pack_blocks<Int4, Int4Pack>(some);
+        case moedge_weight_format::INT4: return tiles ? pack_blocks<Int4, Tiles>(some) : pack_rows<Int4>(some);
         case moedge_weight_format::INT8: return pack_int8(some);
         case moedge_weight_format::INT3: return pack_blocks<Int3, Tiles3>(some);
     }

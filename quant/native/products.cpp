@@ -43,7 +43,7 @@ struct Memory {
     static int64_t nbytes(int64_t rows, int64_t columns) { return rows * columns / CHUNK * (CHUNK * 2 + 4); }
 
     void put_row(const uint16_t* from, int64_t row) const {
-        if (matrix.integers) integers.put_row(from, matrix.columns, row, matrix.type);
+        if (matrix.integers) integers.put_row(from, row, matrix);
         else ::put_row(from, matrix.columns, row, rows, x, sums);
     }
 
@@ -53,7 +53,7 @@ struct Memory {
             if (matrix.integers) {
                 vf numbers[VECTORS];
                 for (int v = 0; v < VECTORS; v++) numbers[v] = load(from + v * W);
-                integers.put(numbers, chunk, r, matrix.type);
+                integers.put(numbers, chunk, r, matrix);
             } else {
                 const int64_t at = chunk * rows + r;
                 round_all(from, x + at * CHUNK);

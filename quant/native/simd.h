@@ -93,6 +93,8 @@ inline vf from_half(const uint16_t *p) { return SIMD(cvtph_ps)(load_half(p)); }
 inline vf from_bf16(const uint16_t *p) { return (vf)left_by(SIMD(cvtepu16_epi32)(load_half(p)), 16); }
 inline vf from_int8(const int8_t *p) { return to_floats(SIMD(cvtepi8_epi32)(load_quarter(p))); }
 inline vi from_bytes(const uint8_t *p) { return SIMD(cvtepu8_epi32)(load_quarter(p)); }
+// Pairs of bytes as the lower and the upper half of lanes.
+inline vi pairs_of_words(const uint8_t *p) { return SIMD(cvtepu8_epi16)(load_half(p)); }
 inline vf from_low(const uint8_t *p) { return to_floats(from_bytes(p) & all_lanes(15)); }
 inline vf from_high(const uint8_t *p) { return to_floats(right_by(from_bytes(p), 4)); }
 

@@ -47,11 +47,6 @@ constexpr int table_of_type(Type type) { return int(type) % 4; }
 
 inline vf powers_of_two(const uint8_t* from) { return (vf)left_by(from_bytes(from), 23); }
 inline vf small_integers(const uint8_t* from) { return to_floats(from_bytes(from)); }
-inline void pairs_of_bf16(const uint16_t* from, vf& first, vf& second) {
-    const vi both = load_bytes(from);
-    first = (vf)left_by(both, 16);
-    second = (vf)(both & all_lanes(int(0xffff0000)));
-}
 
 constexpr int VECTORS = OUTPUTS / W;
 
@@ -274,7 +269,7 @@ struct Widened {
     }
 };
 
-// The scale and the zero of a group for each output: a weight is value(code) * scale + zero.
+// The scale and the zero of a group for each output: a weight is value(code) * scale + zero, times its row's factor.
 struct Factors {
     vf scale[VECTORS], zero[VECTORS];
 };
@@ -291,16 +286,31 @@ struct Matrix : moedge_matrix {
 
     int64_t tiles() const { return rows / OUTPUTS; }
 
+    // All scales of a tile are adjacent: those of its first group, of its second, and so on.
+    int64_t first_scale(int64_t tile, int64_t at) const { return (tile * (columns / group) + at) * OUTPUTS; }
+
+    // Of group `at` of a tile: scales and zeros as two integers of 16 bits in a lane, and the scales.
+    void pairs_of(int64_t tile, int64_t at, vi (&pairs)[VECTORS], Factors& found) const {
+        for (int v = 0; v < VECTORS; v++) {
+            pairs[v] = pairs_of_words(scales + 2 * (first_scale(tile, at) + v * W));
+            found.scale[v] = to_floats(pairs[v] & all_lanes(255));
+        }
+    }
+
     // Of group `at` of a tile. SCALES is the matrix's scales_type; ANY, with or without zero points, is slower.
     template <Scales SCALES>
-    void factors(int64_t tile, int64_t at, Factors& found) const {
-        // All scales of a tile are adjacent: those of its first group, of its second, and so on.
-        const int64_t item = (tile * (columns / group) + at) * OUTPUTS;
+    void factors_of(int64_t tile, int64_t at, Factors& found) const {
+        const int64_t item = first_scale(tile, at);
+        if (SCALES == Scales::PAIRS) {
+            vi pairs[VECTORS];
+            pairs_of(tile, at, pairs, found);
+            for (int v = 0; v < VECTORS; v++)
+                found.zero[v] = mul(fma(to_floats(right_by(pairs[v], 16)), set1(-1 / 16.0f), set1(8)), found.scale[v]);
+            return;
+        }
         for (int v = 0; v < VECTORS; v++) {
             const int64_t first = item + v * W;
-            if (SCALES == Scales::PAIRS) {
-                pairs_of_bf16((const uint16_t*)scales + 2 * first, found.scale[v], found.zero[v]);
-            } else if (SCALES == Scales::BFLOAT16) {
+            if (SCALES == Scales::BFLOAT16) {
                 found.scale[v] = from_bf16((const uint16_t*)scales + first);
             } else if (SCALES == Scales::UINT8) {
                 found.scale[v] = powers_of_two(scales + first);
@@ -362,7 +372,7 @@ void add_rows(float* results, const Source& source, const Matrix& matrix, int64_
             }
         }
         Factors factors;
-        matrix.factors<SCALES>(tile, group, factors);
+        matrix.factors_of<SCALES>(tile, group, factors);
         if ((left -= chunks) == 0) group++, left = of_group;
 #pragma GCC unroll 16
         for (int r = 0; r < COUNT; r++) {
@@ -405,7 +415,11 @@ void add_rows(int64_t rows, float* results, const Source& source, const Matrix& 
 #undef MOEDGE_CASE
 }
 
-void add_bias(const Matrix& matrix, int64_t tile, int64_t rows, float* results) {
+// Multiplies results by the factors of their rows of the matrix, and adds its bias.
+void finish(const Matrix& matrix, int64_t tile, int64_t rows, float* results) {
+    if (matrix.factors != nullptr)
+        for (int64_t r = 0; r < rows; r++)
+            for (int i = 0; i < OUTPUTS; i++) results[r * OUTPUTS + i] *= matrix.factors[tile * OUTPUTS + i];
     if (matrix.bias == nullptr) return;
     const uint16_t* bias = matrix.bias + tile * OUTPUTS;
     for (int64_t r = 0; r < rows; r++)
@@ -436,7 +450,7 @@ void multiply_tile(const Matrix& matrix, int64_t tile, const Inputs& in, float* 
             }
         }
     }
-    add_bias(matrix, tile, in.rows, results);
+    finish(matrix, tile, in.rows, results);
 }
 
 // Writes the products of all rows (MOST_ROWS at most) with one tile into `results` [rows, OUTPUTS].

@@ -1,11 +1,12 @@
 // Products with matrices in order `tiles` whose inputs are rounded to integers of 8 bits, with a scale for each chunk of a
 // row: codes are multiplied as they are, four columns at a time, and sums of a chunk are exact.
 //
-// A weight is (code - OFFSET) * unit * scale + zero, where `unit` is 1/2 for E2M1 and 1 otherwise. With q and s the integers
-// and the scale of a chunk of the input, a result is, in float32 and in this order whatever the other rows, tiles and
-// threads are,
+// A weight is (code - OFFSET) * unit * scale + zero, where `unit` is 1/2 for E2M1 and 1 otherwise; with PAIRS it is
+// (16 code - zero) * scale / 16. With q and s the integers and the scale of a chunk of the input, a result is, in float32 and
+// in this order whatever the other rows, tiles and threads are, one of
 //
-//     sum over chunks of (scale * unit * s * (sum of (code - OFFSET) * q) + zero * s * (sum of q)).
+//     sum over chunks of (scale * unit * s * (sum of (code - OFFSET) * q) + zero * s * (sum of q)),
+//     sum over chunks of scale * s / 16 * (sum of 16 code * q - zero * (sum of q)).
 #ifndef MOEDGE_TILES_INTEGER_H
 #define MOEDGE_TILES_INTEGER_H
 
@@ -29,6 +30,15 @@ inline vi add_products(vi sum, vi bytes, vi integers) {
     const vi low = sums_of_pairs(pairs_of_products(mask(bytes, all_bytes(15)), integers), all_words(1));
     const vi high = sums_of_pairs(pairs_of_products(high_nibbles(bytes), integers), all_words(16));
     return add_lanes(sum, add_lanes(low, high));
+#endif
+}
+
+// Adds to each lane of `sum` the products of its two integers of 16 bits and two others.
+inline vi add_pairs(vi sum, vi words, vi factors) {
+#if MOEDGE_LEVEL >= 3
+    return _mm512_dpwssd_epi32(sum, words, factors);
+#else
+    return add_lanes(sum, sums_of_pairs(words, factors));
 #endif
 }
 
@@ -136,7 +146,7 @@ struct MadeQuads {
 };
 
 // Rows of x as integers, [columns / CHUNK, rows, CHUNK], and of each chunk [columns / CHUNK, rows] its scale times `unit`,
-// its sum times its scale, and what the offsets of codes add to its integer sums.
+// its sum times its scale, and what the offsets of codes add to its integer sums; with PAIRS, what zeros are multiplied by.
 struct IntegerInputs {
     int8_t* x;
     float *scales, *sums;
@@ -147,8 +157,8 @@ struct IntegerInputs {
         : x((int8_t*)scratch), scales((float*)(x + num_rows * columns)), sums(scales + num_rows * (columns / CHUNK)),
           starts((int32_t*)(sums + num_rows * (columns / CHUNK))), rows(num_rows) {}
 
-    // Rounds a chunk of a row, for products with a matrix of codes of this type. Results with a number that is not finite are NaN.
-    void put(const vf (&numbers)[VECTORS], int64_t chunk, int64_t row, Type type) const {
+    // Rounds a chunk of a row, for products with a matrix. Results with a number that is not finite are NaN.
+    void put(const vf (&numbers)[VECTORS], int64_t chunk, int64_t row, const Matrix& matrix) const {
         vf most = set1(0.0f), wrong = set1(0.0f);
         for (int v = 0; v < VECTORS; v++) {
             most = max(abs(numbers[v]), most);
@@ -165,17 +175,18 @@ struct IntegerInputs {
             total += rounded[i];
         }
         const float scale = peak / 127 + nothing;
-        scales[at] = type == Type::E2M1 ? scale / 2 : scale;
+        const bool pairs = matrix.scales_type == Scales::PAIRS;
+        scales[at] = pairs ? scale / 16 : matrix.type == Type::E2M1 ? scale / 2 : scale;
         sums[at] = scale * float(total);
-        starts[at] = -offset_of(type) * total;
+        starts[at] = pairs ? -total * 65536 : -offset_of(matrix.type) * total;
     }
 
     // One row of x [columns].
-    void put_row(const uint16_t* from, int64_t columns, int64_t row, Type type) const {
-        for (int64_t chunk = 0; chunk < columns / CHUNK; chunk++) {
+    void put_row(const uint16_t* from, int64_t row, const Matrix& matrix) const {
+        for (int64_t chunk = 0; chunk < matrix.columns / CHUNK; chunk++) {
             vf numbers[VECTORS];
             for (int v = 0; v < VECTORS; v++) numbers[v] = from_bf16(from + chunk * CHUNK + v * W);
-            put(numbers, chunk, row, type);
+            put(numbers, chunk, row, matrix);
         }
     }
 };
@@ -187,7 +198,8 @@ void add_integer_rows(float* results, const Source& source, const Matrix& matrix
                       int64_t first, int64_t begin, int64_t end) {
     constexpr bool KEPT = COUNT <= ROWS_AT_ONCE;
     constexpr int KEPT_ROWS = KEPT ? COUNT : 1;
-    const bool has_zeros = SCALES == Scales::PAIRS || (SCALES == ANY && matrix.zeros != nullptr);
+    constexpr bool PAIRS = SCALES == Scales::PAIRS;
+    const bool has_zeros = SCALES == ANY && matrix.zeros != nullptr;
     const int64_t chunks = matrix.group / CHUNK;
     int64_t group = begin / chunks, part = begin % chunks;
     results += first * OUTPUTS;
@@ -200,7 +212,7 @@ void add_integer_rows(float* results, const Source& source, const Matrix& matrix
         vi sums[COUNT][VECTORS];
 #pragma GCC unroll 16
         for (int r = 0; r < COUNT; r++)
-            for (int v = 0; v < VECTORS; v++) sums[r][v] = all_lanes(in.starts[at + r]);
+            for (int v = 0; v < VECTORS; v++) sums[r][v] = all_lanes(PAIRS ? 0 : in.starts[at + r]);
         const int8_t* x = in.x + at * CHUNK;
         Quad made[CHUNK / 4];
         if (Source::WHOLE) make_chunk(source, chunk - begin, made);
@@ -219,13 +231,16 @@ void add_integer_rows(float* results, const Source& source, const Matrix& matrix
             }
         }
         Factors factors;
-        matrix.factors<SCALES>(tile, group, factors);
+        vi pairs[VECTORS];
+        if (PAIRS) matrix.pairs_of(tile, group, pairs, factors);
+        else matrix.factors_of<SCALES>(tile, group, factors);
         if (++part == chunks) group++, part = 0;
 #pragma GCC unroll 16
         for (int r = 0; r < COUNT; r++) {
             const vf scale = set1(in.scales[at + r]), total = set1(in.sums[at + r]);
             for (int v = 0; v < VECTORS; v++) {
                 vf result = KEPT ? kept[r % KEPT_ROWS][v] : load(results + r * OUTPUTS + v * W);
+                if (PAIRS) sums[r][v] = add_pairs(left_by(sums[r][v], 4), pairs[v], all_lanes(in.starts[at + r]));
                 result = fma(mul(factors.scale[v], scale), to_floats(sums[r][v]), result);
                 if (has_zeros) result = fma(factors.zero[v], total, result);
                 if (KEPT) kept[r % KEPT_ROWS][v] = result;
@@ -282,7 +297,7 @@ void multiply_integers(const Matrix& matrix, int64_t tile, const IntegerInputs& 
             }
         }
     }
-    add_bias(matrix, tile, in.rows, results);
+    finish(matrix, tile, in.rows, results);
 }
 
 // Writes the products of all rows (MOST_ROWS at most) with one tile into `results` [rows, OUTPUTS].

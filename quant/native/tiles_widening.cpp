@@ -1,8 +1,8 @@
 // Widens matrices in order `tiles` to bfloat16, row after row, for products of many rows by other kernels.
 // native/calls.py calls it.
 //
-// A weight is value(code) * scale + zero, each operation rounded to float32 and the result once more to bfloat16: the bits
-// of the codecs in torch.
+// A weight is value(code) * scale + zero, of PAIRS with the factor of the row in both, each operation rounded to float32 and
+// the result once more to bfloat16: the bits of the codecs in torch.
 #include "tiles.h"
 
 namespace {
@@ -18,8 +18,16 @@ inline vf exact_powers(const uint8_t* from) {
 }
 
 inline void factors_of(const Matrix& matrix, int64_t tile, int64_t group, Factors& found) {
-    if (matrix.scales_type == Scales::PAIRS) return matrix.factors<Scales::PAIRS>(tile, group, found);
-    if (matrix.scales_type != Scales::UINT8) return matrix.factors<ANY>(tile, group, found);
+    if (matrix.scales_type == Scales::PAIRS) {
+        matrix.factors_of<Scales::PAIRS>(tile, group, found);
+        for (int v = 0; v < VECTORS; v++) {
+            const vf factor = load(matrix.factors + tile * OUTPUTS + v * W);
+            found.scale[v] = mul(found.scale[v], factor);
+            found.zero[v] = mul(found.zero[v], factor);
+        }
+        return;
+    }
+    if (matrix.scales_type != Scales::UINT8) return matrix.factors_of<ANY>(tile, group, found);
     const uint8_t* from = matrix.scales + (tile * (matrix.columns / matrix.group) + group) * OUTPUTS;
     for (int v = 0; v < VECTORS; v++) found.scale[v] = exact_powers(from + v * W);
 }

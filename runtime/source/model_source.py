@@ -135,8 +135,9 @@ def is_store(folder: Path) -> bool:
 def _recipe(store: Store) -> dict[str, str]:
     quant, dtype, layout = (str(store.manifest.recipe.get(name)) for name in ("quant", "dtype", "layout"))
     known = quant in FORMATS or quant in MIXED_FORMATS
-    if not known or layout not in get_format(quant).orders:
-        wanted = f"layout {get_format(quant).order!r}" if known else "a format of this version"
+    others = known and store.manifest.recipe.get("planes") != recipe(quant, dtype, layout).get("planes")
+    if not known or others or layout not in get_format(quant).orders:
+        wanted = f"layout {get_format(quant).order!r}" if known and not others else "a format of this version"
         raise BadStore(
             f"{store.folder}: weights in format {quant!r:.40}, layout {layout!r:.40}, were found, {wanted} is wanted;"
             " prepare the model again"
@@ -144,12 +145,18 @@ def _recipe(store: Store) -> dict[str, str]:
     return {"quant": quant, "dtype": dtype, "layout": layout}
 
 
+# By format, the number of the planes that it has had, where stores may have others.
+_PLANES = {"int4": 2}
+
+
 def recipe(quant: str, dtype: str, layout: str, linked: bool = False) -> Mapping[str, Any]:
     """Everything beside the checkpoint that decides the bytes of a store; `layout` is the order of codes.
 
     `linked`: what lies in the checkpoint's files as it is packed is named there and not copied.
     """
-    return {"quant": quant, "dtype": dtype, "layout": layout} | ({"linked": True} if linked else {})
+    made_of: dict[str, Any] = {"quant": quant, "dtype": dtype, "layout": layout}
+    planes = _PLANES.get(get_format(quant).parts[0])
+    return made_of | ({"planes": planes} if planes else {}) | ({"linked": True} if linked else {})
 
 
 def prepared_nbytes(

@@ -23,6 +23,7 @@ from moedge.moe.expert import (
     mix_experts,
 )
 from moedge.moe.routing_stats import RoutingStats
+from moedge.quant.formats.format import TILES
 from moedge.quant.kernels.operands import recognise
 from moedge.quant.kernels.product import GroupedProduct, Launch
 from moedge.quant.matmul.matmul import ParallelMatmul, Workspace
@@ -191,5 +192,5 @@ def test_a_format_without_a_kernel_goes_one_by_one() -> None:
     product = CountedProduct("cpu")
     nf4, int4, int8 = (pack(torch.randn(64, 64), name).layout for name in ("nf4", "int4", "int8"))
     assert product.takes(nf4, nf4)
-    assert not product.takes(int4)
+    assert not product.takes(pack(torch.randn(64, 64), "int4", TILES).layout)
     assert not product.takes(nf4, int4, int8)

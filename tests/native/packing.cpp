@@ -23,7 +23,7 @@ using Random = std::mt19937;
 
 enum { NF4 = int(moedge_weight_format::NF4), INT4 = int(moedge_weight_format::INT4), MXFP4 = int(moedge_weight_format::MXFP4),
        INT8 = int(moedge_weight_format::INT8) };
-enum { ROWS = int(moedge_order::ROWS), TILES = int(moedge_order::TILES), INT4PACK = int(moedge_order::INT4PACK) };
+enum { ROWS = int(moedge_order::ROWS), TILES = int(moedge_order::TILES) };
 
 float from_bf16(uint16_t x) {
     const uint32_t bits = uint32_t(x) << 16;
@@ -49,7 +49,7 @@ struct Group {
         scale.insert(scale.end(), bytes, bytes + sizeof(Number));
     }
 
-    Group(int format, const std::vector<float> &numbers) {
+    Group(int format, const std::vector<float> &numbers, float factor) {
         float low = numbers[0], high = numbers[0], most = 0;
         for (float each : numbers) {
             low = std::min(low, each);
@@ -57,7 +57,7 @@ struct Group {
             most = std::max(most, fabsf(each));
         }
         if (format == NF4) nf4(numbers, most);
-        if (format == INT4) int4(numbers, low, high);
+        if (format == INT4) int4(numbers, low, high, factor);
         if (format == MXFP4) mxfp4(numbers, most);
         if (format == INT8) int8(numbers, most);
     }
@@ -76,17 +76,15 @@ struct Group {
         }
     }
 
-    void int4(const std::vector<float> &numbers, float low, float high) {
-        const float exact = high / 15 - low / 15, largest = from_bf16(0x7f7f);
-        const uint16_t scale16 = to_bf16(std::max(exact, 1e-30f));
-        const uint16_t zero16 = to_bf16(std::min(std::max(low / 2 + high / 2 + exact / 2, -largest), largest));
-        store(scale16);
-        store(zero16);
-        for (float each : numbers) {
-            const float steps = (each - from_bf16(zero16)) / from_bf16(scale16);
-            // 8 is added before rounding, where a half is rounded to even.
-            codes.push_back(int(std::min(std::max(nearbyintf(steps + 8), 0.0f), 15.0f)));
-        }
+    void int4(const std::vector<float> &numbers, float low, float high, float factor) {
+        low = std::min(low, 0.0f);
+        const float exact = std::max(high, 0.0f) / 15 - low / 15;
+        const float scale = std::min(std::max(ceilf(exact / factor), 1.0f), 255.0f), step = scale * factor;
+        const float zero = nearbyintf(-low / step * 16);
+        store(uint8_t(scale));
+        store(uint8_t(zero));
+        for (float each : numbers)
+            codes.push_back(int(std::min(std::max(nearbyintf(each / step + zero / 16), 0.0f), 15.0f)));
     }
 
     void mxfp4(const std::vector<float> &numbers, float most) {
@@ -111,18 +109,18 @@ struct Group {
 
 struct Case {
     int format, order;
-    int64_t rows, columns, stride, group, block, whole;
+    int64_t rows, columns, stride, group, block;
     std::vector<uint16_t> x;
     std::vector<uint8_t> codes, scales;
+    std::vector<float> factors;
 
     explicit Case(Random &random) : format(int(random() % 4)) {
-        order = format == INT8 ? ROWS : format == INT4 ? TILES + int(random() % 2) : int(random() % 2);
+        order = format == INT8 ? ROWS : int(random() % 2);
         group = format == NF4 ? 64 : 32;
         columns = format == INT8 ? 1 + random() % 200 : group * (1 + random() % 11);
         if (format == INT8) group = columns;
-        block = order == ROWS ? 1 : order == TILES ? 32 : 64;
+        block = order == ROWS ? 1 : 32;
         rows = order == TILES ? block * (1 + random() % 4) : 1 + random() % 140;
-        whole = (rows + block - 1) / block * block;
         stride = columns + random() % 3;
         x.resize(size_t((rows - 1) * stride + columns));
         const int kind = int(random() % 3);
@@ -131,26 +129,23 @@ struct Case {
             if (kind == 1) each = to_bf16(float(int(random() % 512) - 256) / 1024);
             if ((each & 0x7fff) > 0x7f7f) each = 0;
         }
-        codes.resize(size_t(whole * columns / (format == INT8 ? 1 : 2)));
-        scales.resize(size_t(whole * (columns / group)) * scale_nbytes());
+        codes.resize(size_t(rows * columns / (format == INT8 ? 1 : 2)));
+        scales.resize(size_t(rows * (columns / group)) * scale_nbytes());
+        factors.resize(size_t(format == INT4 ? rows : 0));
     }
 
-    size_t scale_nbytes() const { return format == NF4 ? 2 : format == MXFP4 ? 1 : 4; }
+    size_t scale_nbytes() const { return format == INT8 ? 4 : format == MXFP4 ? 1 : 2; }
 
     size_t scale_at(int64_t row, int64_t number) const {
         const int64_t groups = columns / group;
-        const int64_t at = order == TILES      ? (row / 32 * groups + number) * 32 + row % 32
-                           : order == INT4PACK ? number * whole + row
-                                               : row * groups + number;
+        const int64_t at = order == TILES ? (row / 32 * groups + number) * 32 + row % 32 : row * groups + number;
         return size_t(at) * scale_nbytes();
     }
 
     int code_at(int64_t row, int64_t column) const {
         if (format == INT8) return int8_t(codes[size_t(row * columns + column)]);
         const int64_t half = block / 2, in = block > 1 ? row % half : 0, tile = row / block * block * columns / 2;
-        const int64_t at = order == TILES      ? tile + column / 2 * 32 + 2 * in + column % 2
-                           : order == INT4PACK ? tile + column * 32 + in
-                                               : (row * columns + column) / 2;
+        const int64_t at = order == TILES ? tile + column / 2 * 32 + 2 * in + column % 2 : (row * columns + column) / 2;
         const bool high = order == ROWS ? (column % 2 == 0) == (format == NF4) : row % block >= half;
         return high ? codes[size_t(at)] >> 4 : codes[size_t(at)] & 15;
     }
@@ -159,14 +154,16 @@ struct Case {
     bool run(int threads) {
         std::fill(codes.begin(), codes.end(), 0xab);
         std::fill(scales.begin(), scales.end(), 0xab);
-        const int64_t blocks = whole / block;
+        std::fill(factors.begin(), factors.end(), 7.0f);
+        const int64_t blocks = rows / block;
         std::vector<moedge_packing> parts;
         for (int i = 0; i < threads; i++) {
-            const int64_t first = blocks * i / threads * block, end = std::min(rows, blocks * (i + 1) / threads * block);
+            const int64_t first = blocks * i / threads * block, end = blocks * (i + 1) / threads * block;
             if (first < end)
                 parts.push_back({x.data() + first * stride, stride, end - first, columns,
                                  codes.data() + first * columns / (format == INT8 ? 1 : 2), scales.data() + scale_at(first, 0),
-                                 order == INT4PACK ? whole : 0, moedge_weight_format(format), moedge_order(order), 7});
+                                 format == INT4 ? factors.data() + first : nullptr, moedge_weight_format(format),
+                                 moedge_order(order), 7});
         }
         std::vector<std::thread> running;
         for (auto &each : parts) running.emplace_back(moedge_pack, &each);
@@ -175,24 +172,33 @@ struct Case {
     }
 
     bool right() const {
-        for (int64_t row = 0; row < whole; row++)
+        for (int64_t row = 0; row < rows; row++) {
+            const float factor = format == INT4 ? factor_of(row) : 0;
+            if (format == INT4 && factors[size_t(row)] != factor) return false;
             for (int64_t number = 0; number < columns / group; number++) {
-                Group wanted(format, numbers(row, number));
-                if (row >= rows) {
-                    std::fill(wanted.codes.begin(), wanted.codes.end(), 0);
-                    std::fill(wanted.scale.begin(), wanted.scale.end(), 0);
-                }
+                const Group wanted(format, numbers(row, number), factor);
                 if (memcmp(wanted.scale.data(), scales.data() + scale_at(row, number), wanted.scale.size())) return false;
                 for (int64_t i = 0; i < group; i++)
                     if (wanted.codes[size_t(i)] != code_at(row, number * group + i)) return false;
             }
+        }
         return true;
+    }
+
+    float factor_of(int64_t row) const {
+        float most = 0;
+        for (int64_t number = 0; number < columns / group; number++) {
+            float low = 0, high = 0;
+            for (float each : numbers(row, number)) low = std::min(low, each), high = std::max(high, each);
+            most = std::max(most, high / 15 - low / 15);
+        }
+        return std::max(most / 255, 1e-36f);
     }
 
     std::vector<float> numbers(int64_t row, int64_t number) const {
         std::vector<float> made;
         for (int64_t i = 0; i < group; i++)
-            made.push_back(row < rows ? from_bf16(x[size_t(row * stride + number * group + i)]) : 0);
+            made.push_back(from_bf16(x[size_t(row * stride + number * group + i)]));
         return made;
     }
 };
@@ -262,7 +268,7 @@ bool passes(Random &random) {
     Case one(random);
     if (!one.run(1) || !one.right()) return false;
     const Case alone = one;
-    if (!one.run(3) || one.codes != alone.codes || one.scales != alone.scales) return false;
+    if (!one.run(3) || one.codes != alone.codes || one.scales != alone.scales || one.factors != alone.factors) return false;
     const uint16_t bad[] = {0x7f80, 0xff80, 0x7fc0, 0xffc1};
     one.x[size_t(random() % one.rows * one.stride + random() % one.columns)] = bad[random() % 4];
     return !one.run(1) && !one.run(3);

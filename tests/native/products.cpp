@@ -36,7 +36,7 @@ Numbers random_numbers(Random &random, size_t count, float scale) {
     return made;
 }
 
-// How matrices are multiplied: int4 with pairs of scale and zero or int8 with scales, inputs rounded to integers or not.
+// How matrices are multiplied: int4 with scales and zeros of a byte each, or int8 with scales, inputs rounded to integers or not.
 struct Kind {
     bool int8, integers;
 
@@ -47,18 +47,24 @@ struct Kind {
 struct Matrix {
     Kind kind;
     int64_t rows, columns, group;
-    std::vector<uint8_t> codes;
+    std::vector<uint8_t> codes, pairs;
+    std::vector<float> factors;
     Numbers scales, bias;
 
     Matrix(Random &random, Kind kind_, int64_t rows_, int64_t columns_, int64_t group_)
         : kind(kind_), rows(rows_), columns(columns_), group(group_), codes(size_t(rows_ * columns_ / (kind_.int8 ? 1 : 2))),
-          scales(random_numbers(random, size_t((kind_.int8 ? 1 : 2) * rows_ * columns_ / group_), 0.1f)),
+          pairs(size_t(kind_.int8 ? 0 : 2 * rows_ * columns_ / group_)), factors(size_t(kind_.int8 ? 0 : rows_)),
+          scales(random_numbers(random, size_t(kind_.int8 ? rows_ * columns_ / group_ : 0), 0.1f)),
           bias(random() % 2 ? random_numbers(random, size_t(rows_), 1) : Numbers()) {
         for (auto &each : codes) each = uint8_t(random());
+        // Zeros about the middle of the codes: others make results small beside what is summed.
+        for (size_t i = 0; i < pairs.size(); i++) pairs[i] = uint8_t(i % 2 ? 96 + random() % 64 : random());
+        for (auto &each : factors) each = float(50 + random() % 100) / 100000;
     }
 
     moedge_matrix native() const {
-        return {codes.data(), (const uint8_t *)scales.data(), nullptr, rows, columns, group,
+        return {codes.data(), kind.int8 ? (const uint8_t *)scales.data() : pairs.data(), nullptr,
+                kind.int8 ? nullptr : factors.data(), rows, columns, group,
                 kind.int8 ? moedge_codes::INT8 : moedge_codes::INT4,
                 kind.int8 ? moedge_scales::BFLOAT16 : moedge_scales::PAIRS};
     }
@@ -74,7 +80,7 @@ struct Matrix {
         }
         const uint8_t both = codes[size_t(tile * 16 * columns + column / 2 * 32 + 2 * (i % 16) + column % 2)];
         const int code = i < 16 ? both & 15 : both >> 4;
-        return (code - 8) * double(from_bf16(scales[2 * item])) + from_bf16(scales[2 * item + 1]);
+        return (code - pairs[2 * item + 1] / 16.0) * pairs[2 * item] * double(factors[size_t(row)]);
     }
 
     std::vector<double> product(const std::vector<double> &x) const {

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moedge.quant.formats import bitsandbytes_kernels, int4
-from moedge.quant.formats.format import TILES
+from moedge.quant.formats.format import TILES, get_format
 from moedge.quant.matmul import matmul as gemv_max_rows
 from moedge.quant.matmul import tiled
 from moedge.quant.matmul.matmul import (
@@ -31,22 +31,22 @@ def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_library")
-@pytest.mark.parametrize("name", ["none", "nf4-f32", "mxfp4"])
+@pytest.mark.parametrize("name", ["none", "nf4-f32", "mxfp4", "int4"])
 def test_formats_without_such_a_kernel_have_nothing_to_choose(name: str) -> None:
     assert measure_gemv_max_rows(name) == {}
 
 
 @pytest.mark.usefixtures("no_library")
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["int8", "int4-g32-f16"])
 def test_the_meeting_point_follows_the_times(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if name == "int4" and not int4.has_kernel():
+    if name != "int8" and not int4.has_kernel():
         assert measure_gemv_max_rows(name) == {}
         return
     threads = torch.get_num_threads()
     for seconds, rows in (((2.0, 1.0), 8), ((1.0, 2.0), 32), ((1.0, 99.0), MOST_GEMV_ROWS), ((99.0, 1.0), 1)):
         times = iter(seconds)
         monkeypatch.setattr(gemv_max_rows, "_best_seconds", lambda run, times=times: (run(), next(times))[1])
-        assert measure_gemv_max_rows(name) == {name: rows}
+        assert measure_gemv_max_rows(name) == {get_format(name).codes: rows}
     assert torch.get_num_threads() == threads
 
 

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 
-from moedge.quant.formats.format import FORMATS, ROWS, get_format
+from moedge.quant.formats.format import FORMATS, ROWS, TILES, get_format
 from moedge.quant.kernels import tuning
 from moedge.quant.kernels.operands import Gate
 from moedge.quant.kernels.product import GroupedProduct
@@ -118,7 +118,7 @@ def test_tensors_that_are_not_aligned_are_refused() -> None:
 
 
 def test_codes_in_the_order_of_a_cpu_kernel_are_not_taken() -> None:
-    packed = pack(torch.randn(64, 64), "int4")
+    packed = pack(torch.randn(64, 64), "int4", TILES)
     assert [GroupedProduct(DEVICE).takes(each.layout) for each in (packed, relayout(packed, ROWS))] == [False, True]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moedge.quant.formats.format import CODE_BITS, EXPERT_FORMATS, INT4PACK, QUANT_FORMATS, ROWS, TILES
+from moedge.quant.formats.format import CODE_BITS, EXPERT_FORMATS, QUANT_FORMATS, ROWS, TILES
 from moedge.quant.kernels.operands import ACTIVATIONS
 from moedge.quant.kv.format import VECTOR_FORMATS
 from moedge.quant.native import build, library
@@ -63,7 +63,7 @@ def test_names_are_those_of_python() -> None:
     assert set(ENUMS["codes"]) == set(CODE_BITS) - {"none"}
     assert set(ENUMS["codes"]) == {codes for codes, order in CODECS if order == TILES}
     assert set(ENUMS["weight_format"]) == {*QUANT_FORMATS, *EXPERT_FORMATS} - {"none"}
-    assert set(ENUMS["order"]) == {ROWS, TILES, INT4PACK}
+    assert set(ENUMS["order"]) == {ROWS, TILES}
     assert set(ENUMS["activation"]) == set(ACTIVATIONS)
     assert set(ENUMS["format"]) >= set(VECTOR_FORMATS)
     assert list(ENUMS["set"]) == ["none", *build.SETS]

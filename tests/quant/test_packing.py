@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moedge.quant import tensor
 from moedge.quant.formats import mxfp4, nf4
-from moedge.quant.formats.format import INT4PACK, NF4PACK, ROWS, TILES, FormatError, get_format
+from moedge.quant.formats.format import NF4PACK, ROWS, TILES, FormatError, get_format
 from moedge.quant.matmul.matmul import ParallelMatmul, Workspace
 from moedge.quant.native import build, library
 from moedge.quant.tensor import CODECS, ForEach, PackedTensor, _in_turn, pack_into
@@ -23,7 +23,7 @@ needs_library = pytest.mark.skipif(not library.available(), reason=f"no library 
 
 # Formats, orders and the rows and columns of whole blocks.
 PACKED = [
-    ("nf4", ROWS, 1, 64), ("nf4", TILES, 32, 64), ("int4", INT4PACK, 1, 32), ("int4", TILES, 64, 32),
+    ("nf4", ROWS, 1, 64), ("nf4", TILES, 32, 64), ("int4", ROWS, 1, 32), ("int4", TILES, 32, 32),
     ("mxfp4", ROWS, 1, 32), ("mxfp4", TILES, 32, 32), ("int8", ROWS, 1, 1), ("int3", TILES, 32, 32),
 ]  # fmt: skip
 IDS = [f"{name} {order}" for name, order, *_ in PACKED]

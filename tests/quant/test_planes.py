@@ -64,7 +64,7 @@ def test_products_agree_with_float64(name: str, order: str, dtype: torch.dtype) 
 
 
 @pytest.mark.skipif(not int4.has_kernel(), reason="torch's kernel orders codes otherwise on this processor")
-@pytest.mark.parametrize("name", [name for name in NAMES if FORMATS[name].codes == "int4"])
+@pytest.mark.parametrize("name", [name for name in NAMES if INT4PACK in FORMATS[name].orders])
 def test_torch_s_kernel_multiplies_by_4_bit_integers_of_every_kind(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
     kernel = torch._weight_int4pack_mm_for_cpu

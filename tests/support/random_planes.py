@@ -11,7 +11,7 @@ VALUES = {"nf4": nf4.LEVELS, "e2m1": mxfp4.LEVELS}
 
 
 def random_planes(chosen: WeightFormat, shape: tuple[int, int], seed: int = 0) -> Planes:
-    """Any codes, scales about 1/16 in the format's dtype, zeros in the middle of the codes."""
+    """Any codes, scales about 1/16 in the format's dtype, zeros in the middle of the codes; pairs of any bytes."""
     generator = torch.Generator().manual_seed(seed)
     num_rows, num_columns = shape
     whole = chosen.codes == "int8"
@@ -24,12 +24,13 @@ def random_planes(chosen: WeightFormat, shape: tuple[int, int], seed: int = 0) -
         factors = (torch.rand(num_rows, num_columns // chosen.block, 2, generator=generator) / 512).half()
     elif chosen.scales == "e8m0":
         scales = torch.randint(110, 130, groups, generator=generator)
-    if chosen.zeros == "uint8":
+    elif chosen.paired:
+        scales = torch.stack([torch.randint(low, 256, groups, generator=generator) for low in (1, 0)], 2)
+        factors = (torch.rand(num_rows, generator=generator) + 0.5) / 2048
+    if chosen.zeros == "uint8" and not chosen.paired:
         # GPTQ's first version stores zero points minus one: 16 occurs.
         zeros = torch.randint(0, 64 if chosen.block else 17, groups, generator=generator).to(torch.uint8)
-    elif chosen.zeros:
-        zeros = torch.randn(groups, generator=generator).to(getattr(torch, chosen.zeros)) / 16
-    dtype = torch.uint8 if chosen.block or chosen.scales == "e8m0" else getattr(torch, chosen.scales)
+    dtype = torch.uint8 if chosen.scales == "e8m0" else getattr(torch, chosen.scales)
     return Planes((codes - 128).to(torch.int8) if whole else codes.to(torch.uint8), scales.to(dtype), zeros, factors)
 
 
@@ -56,6 +57,10 @@ def defined(chosen: WeightFormat, planes: Planes) -> Tensor:
         wide = plane.double().view(plane.shape[0], -1)
         return wide.repeat_interleave(values.shape[1] // wide.shape[1], 1)
 
+    if chosen.paired:
+        assert planes.factors is not None
+        scale, zero = (spread(each) for each in planes.scales.unbind(2))
+        return (values - zero / 16) * scale * spread(planes.factors)
     scales = spread(planes.scales)
     if chosen.scales == "e8m0":
         scales = torch.exp2(scales - 127)
@@ -65,5 +70,4 @@ def defined(chosen: WeightFormat, planes: Planes) -> Tensor:
         return values * scales * spread(first) - spread(planes.zeros) * spread(second)
     if planes.zeros is None:
         return (values - 8 if chosen.codes == "int4" else values) * scales
-    zeros = spread(planes.zeros)
-    return (values - 8) * scales + zeros if planes.zeros.is_floating_point() else (values - zeros) * scales
+    return (values - spread(planes.zeros)) * scales

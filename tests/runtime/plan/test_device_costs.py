@@ -17,10 +17,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moedge.offload.machine.profile import HEADS, TOGETHER, PinLimit
-from moedge.quant.formats.format import ASSUMED
+from moedge.quant.formats.format import ASSUMED, ROWS, get_format
 from moedge.quant.matmul.matmul import Matmul, Workspace
 from moedge.quant.scratch import scratch_nbytes
-from moedge.quant.tensor import pack
+from moedge.quant.tensor import PackedTensor
 from moedge.runtime.attention.kernels.operands import decode_cut, extend_cut
 from moedge.runtime.plan import presets
 from moedge.runtime.plan.cost_model import CostModel
@@ -120,12 +120,16 @@ def test_a_preset_says_what_every_kernel_took_within_one_and_a_half_times() -> N
 
 @pytest.mark.parametrize("quant", ["none", "int8", "int4"])
 def test_torch_moves_as_many_bytes_for_a_weight(quant: str) -> None:
-    """With few rows, so that activations hardly count. nf4 and mxfp4 are unpacked by calls that aten does not see."""
+    """With few rows, so that activations hardly count. nf4 and mxfp4 are unpacked by calls that aten does not see.
+
+    On the device without memory, for which operations are those of a GPU.
+    """
     numel, nbytes = 0, 0
     for shape in EXPERT:
-        packed = pack(torch.randn(shape).bfloat16(), quant)
-        multiply = Matmul(Workspace(scratch_nbytes(packed.layout, "bfloat16", False)), gemv_max_rows={})
-        x = torch.randn(4, shape[1]).bfloat16()
+        layout = get_format(quant).in_order(ROWS).layout(shape, "bfloat16")
+        packed = PackedTensor.bind(layout, torch.empty(layout.nbytes, dtype=torch.uint8, device="meta"))
+        multiply = Matmul(Workspace(scratch_nbytes(layout, "bfloat16", False), "meta"), gemv_max_rows={})
+        x = torch.empty(4, shape[1], dtype=torch.bfloat16, device="meta")
         with torch.inference_mode(), Counted() as counted:
             multiply._multiply_strips(x, packed, x.new_empty(4, shape[0]))
         numel, nbytes = numel + shape[0] * shape[1], nbytes + counted.nbytes

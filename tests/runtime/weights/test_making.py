@@ -17,7 +17,7 @@ import torch
 from moedge.offload.errors import BadStore
 from moedge.offload.store.manifest import MANIFEST, read_manifest
 from moedge.offload.stream.stream import ShardKey
-from moedge.quant.formats.format import INT4PACK, NF4PACK, Layout
+from moedge.quant.formats.format import NF4PACK, ROWS, Layout
 from moedge.quant.matmul.matmul import kernel_order
 from moedge.quant.tensor import PackedTensor
 from moedge.runtime.loading import prepare as module
@@ -110,11 +110,12 @@ def test_the_order_of_codes_is_in_the_manifest_and_another_order_is_refused(
     with open_source(str(checkpoint("qwen3_moe"))) as source:
         prepare(source, tmp_path / "store", "int4", "fp32", Budgets().on_cpu())
     manifest = read_manifest(tmp_path / "store" / MANIFEST)
-    assert manifest.recipe["layout"] == INT4PACK
+    assert manifest.recipe["layout"] == ROWS
     with open_source(str(tmp_path / "store")) as source:
         assert source.recipe["quant"] == "int4"
-    assert source.recipe["layout"] == INT4PACK
-    for change in ({"layout": NF4PACK}, {"quant": "int3"}, {"layout": None}):
+    assert source.recipe["layout"] == ROWS
+    # Stores of an earlier int4 had other planes.
+    for change in ({"layout": NF4PACK}, {"quant": "int3"}, {"layout": None}, {"planes": None}):
         changed = replace(manifest, recipe={**manifest.recipe, **change})
         (tmp_path / "store" / MANIFEST).write_bytes(changed.encode())
         with pytest.raises(BadStore, match="wanted; prepare the model again"), open_source(str(tmp_path / "store")):

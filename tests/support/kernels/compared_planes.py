@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from moedge.quant import tensor
 from moedge.quant.formats import mxfp4
-from moedge.quant.formats.format import INT4PACK, ROWS, TILES, get_format
+from moedge.quant.formats.format import ROWS, TILES, get_format
 from moedge.quant.kv.codec import KeyTransform, decode, encode
 from moedge.quant.kv.format import VECTOR_FORMATS
 from moedge.quant.native import calls
@@ -21,7 +21,7 @@ from ..published_widths import HEAD_DIMS, KV_HEADS, widths
 from ..random_planes import random_planes
 
 # Orders in which the library packs a format.
-_PACKED = [("int8", ROWS), ("int4", INT4PACK), ("int4", INT4PACK), ("int4", TILES), ("nf4", ROWS), ("nf4", TILES),
+_PACKED = [("int8", ROWS), ("int4", ROWS), ("int4", TILES), ("nf4", ROWS), ("nf4", TILES),
            ("mxfp4", ROWS), ("mxfp4", TILES), ("int3", TILES)]  # fmt: skip
 _TILED = ("int8", "int8-g64-f16", "int4", "int4-g128-f16-zp", "nf4", "mxfp4", "int3")
 

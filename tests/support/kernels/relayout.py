@@ -25,11 +25,9 @@ def planes_of(packed: PackedTensor) -> Planes:
     layout = packed.layout
     if not CODE_BITS[layout.codes]:
         raise FormatError(f"A matrix in {layout.format} was found; only quantized ones have codes and scales.")
-    if layout.order == ROWS:
-        return Planes(*packed.planes)
-    if layout.order == TILES:
-        made, *others = tiles.by_rows(packed.planes, layout.codes)
-        return Planes(made, *(others[0].unbind(2) if others[0].dim() == 3 else others))
+    if layout.order in (ROWS, TILES):
+        found = packed.planes if layout.order == ROWS else tiles.by_rows(packed.planes, layout.codes)
+        return Planes(**{plane.name: each for plane, each in zip(layout.planes, found, strict=True)})
     num_rows, (codes, *others) = layout.shape[0], packed.planes
     chunks = list(row_chunks(layout.shape, layout.row_block))
     if layout.order == NF4PACK:
@@ -37,10 +35,7 @@ def planes_of(packed: PackedTensor) -> Planes:
     else:
         numbers = [_int4_numbers(codes[rows])[: num_rows - rows.start] for rows in chunks]
         made = pack_nibbles(torch.cat(numbers))
-    by_row = [plane[:, :num_rows].transpose(0, 1) for plane in others]
-    if by_row[0].dim() == 3:
-        by_row = list(by_row[0].unbind(2))
-    return Planes(made, *by_row)
+    return Planes(made, *(plane[:, :num_rows].transpose(0, 1) for plane in others))
 
 
 def relayout(packed: PackedTensor, order: str) -> PackedTensor:
