@@ -44,7 +44,7 @@ _HOPPER_TILES = {
 # Tensor cores would lose bits of float32: products are multiply-adds, whose sums fit into registers with small tiles.
 _WIDE = Tiles(16, 32, 64, 4, 1)
 # Where half of the multiprocessors have no program, the others have one, and wait for each instruction and each load:
-# programs then have half the outputs, and more columns are on their way. Sums have the same order, and so the same bits.
+# programs then have half the outputs, and more columns are on their way. Sums keep their order, and so their bits.
 _LONE_STAGES = 4
 # Below sm80 tl.dot is a loop of multiply-adds: on such GPUs, whole matrices are dequantized instead.
 DOT_CAPABILITY = (8, 0)

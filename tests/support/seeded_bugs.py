@@ -255,8 +255,8 @@ BUGS = _bugs(
     Bug(
         "zero points of Triton's int4 values",
         "runtime/attention/kernels/paged.py",
-        "high_added * fade + some_columns(p * high_zeros[None, :], S)",
-        "high_added * fade + some_columns(p * 0.0, S)",
+        "add_columns(high_added, fade, p * high_zeros[None, :], S)",
+        "add_columns(high_added, fade, p * 0.0, S)",
         "paged attention",
     ),
     Bug(

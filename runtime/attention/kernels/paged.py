@@ -160,21 +160,39 @@ def load_value_factors(values, kv_head, place, live, S: tl.constexpr):
 
 
 @triton.jit
-def some_columns(x, S: tl.constexpr):
-    """x [M, N] summed over the columns that a thread has, so that none waits for others: of 16 neighbours, which are rows
-    of a product, two that are 8 apart, and every warp's next ones. Other kernels keep one sum of all."""
+def no_columns(S: tl.constexpr):
+    """What `add_columns` begins with: [M, 1], or [M, S.partial / 8, 8]."""
+    if S.turned:
+        sums = tl.full((S.rows, S.partial // 8, 8), 0.0, tl.float32)
+    else:
+        sums = tl.full((S.rows, S.partial), 0.0, tl.float32)
+    return sums
+
+
+@triton.jit
+def add_columns(sums, fade, x, S: tl.constexpr):
+    """`sums` times fade [M, 1] plus x [M, N] summed over the columns that a thread has, so that none waits for others:
+    of 16 neighbours, which are rows of a product, two that are 8 apart, and every warp's next ones."""
     if S.turned:
         pairs = tl.reshape(x, (S.rows, S.keys // 2 // S.partial, S.partial // 8, 2, 8))
-        sums = tl.reshape(tl.sum(tl.sum(pairs, 3), 1), (S.rows, S.partial))
+        sums = sums * fade[:, :, None] + tl.sum(tl.sum(pairs, 3), 1)
     else:
-        sums = tl.sum(tl.reshape(x, (S.rows, S.keys // S.partial, S.partial)), 1)
+        sums = sums * fade + tl.sum(tl.reshape(x, (S.rows, S.keys // S.partial, S.partial)), 1)
     return sums
+
+
+@triton.jit
+def all_columns(sums, S: tl.constexpr):
+    """Sums [M] of all columns."""
+    if S.turned:
+        sums = tl.sum(sums, 2)
+    return tl.sum(sums, 1)
 
 
 @triton.jit
 def add_values(values, p, factors, halves, fade, kv_head, place, live, S: tl.constexpr):
     """The sums of both parts [M, W] of both halves, times `fade` [M, 1], plus p [M, N] times stored values; and
-    `some_columns` of p times their zeros."""
+    `add_columns` of p times their zeros."""
     scales, zeros, high_scales, high_zeros = factors
     low, rest, low_added = halves[0]
     high, high_rest, high_added = halves[1]
@@ -189,9 +207,9 @@ def add_values(values, p, factors, halves, fade, kv_head, place, live, S: tl.con
     else:
         codes = load_codes(values, kv_head, place, live, 0, S.head_dim // 2, S.value_width, S)
         first, second = half_int4(codes, S.code_type, False)
-        low_added = low_added * fade + some_columns(p * zeros[None, :], S)
+        low_added = add_columns(low_added, fade, p * zeros[None, :], S)
         low = mixture(p * scales[None, :], first, low * fade, S)
-        high_added = high_added * fade + some_columns(p * high_zeros[None, :], S)
+        high_added = add_columns(high_added, fade, p * high_zeros[None, :], S)
         high = mixture(p * high_scales[None, :], second, high * fade, S)
         if S.value_rest > 0:
             codes = load_codes(values, kv_head, place, live, S.value_width, S.head_dim // 2, S.value_rest, S)
@@ -275,15 +293,16 @@ def row_shift(features, tokens, heads, valid, S: tl.constexpr):
 
 @triton.jit
 def start_softmax(features, heads, valid, S: tl.constexpr):
-    """The initial state of rows: maximum (a log2), `some_columns` of the total, sums of both parts of both halves,
-    `some_columns` of what is added to each half. A sink counts once, in the first split."""
+    """The initial state of rows: maximum (a log2), `add_columns` of the total, sums of both parts of both halves,
+    `add_columns` of what is added to each half. A sink counts once, in the first split."""
     highest = tl.full((S.rows,), float("-inf"), tl.float32)
-    total = tl.full((S.rows, S.partial), 0.0, tl.float32)
+    none = no_columns(S)
+    total = none
     if features.sinks is not None:
         sinks = tl.load(features.sinks + heads, mask=valid, other=0.0).to(tl.float32) * LOG2_E
         highest = tl.where(tl.program_id(2) == 0, sinks, highest)
-        total += ((tl.program_id(2) == 0) & (tl.arange(0, S.partial) == 0)).to(tl.float32)[None, :]
-    none = tl.full((S.rows, S.partial), 0.0, tl.float32)
+        first = ((tl.program_id(2) == 0) & (tl.arange(0, S.partial) == 0)).to(tl.float32)[None, :]
+        total += tl.reshape(first, (1, S.partial // 8, 8)) if S.turned else first
     low = tl.full((S.rows, S.value_width), 0.0, tl.float32)
     rest = tl.full((S.rows, S.value_rest if S.value_rest > 0 else 1), 0.0, tl.float32)
     return highest, total, low, rest, none, low, rest, none
@@ -321,7 +340,7 @@ def store_half(target, row, valid, low, rest, added, scale, COLUMNS: tl.constexp
     """Writes the sums of both parts of a half, and what is added to them, times `scale` [M] at elements `row` [M]."""
     columns = tl.arange(0, S.value_width)[None, :]
     dtype = target.dtype.element_ty
-    more = tl.sum(added, 1)[:, None]
+    more = all_columns(added, S)[:, None]
     inside = valid[:, None] & (columns < COLUMNS)
     tl.store(target + row[:, None] + columns, ((low + more) * scale[:, None]).to(dtype), mask=inside)
     if S.value_rest > 0:
@@ -368,7 +387,7 @@ def attend_run(stored, kv_head, run, span, asked, features, state, S: tl.constex
     base = tl.where(higher == float("-inf"), 0.0, higher)
     p = tl.exp2(scores - base[:, None])
     fade = tl.exp2(highest - base)[:, None]
-    total = total * fade + some_columns(p * inverse[None, :], S)
+    total = add_columns(total, fade, p * inverse[None, :], S)
     halves = ((low, rest, low_added), (high, high_rest, high_added))
     low, high = add_values(values, p, factors, halves, fade, kv_head, place, live, S)
     return higher, total, low[0], low[1], low[2], high[0], high[1], high[2]
@@ -402,7 +421,7 @@ def attend_pages(q, target, keys, values, pages, features, token_stride, head_st
     state = start_softmax(features, heads, valid, S)
     for run in range(run_begin, run_end, S.keys):
         state = attend_run((keys, values, table), kv_head, run, (first_key, run_end), asked, features, state, S)
-    total = tl.sum(state[1], 1)
+    total = all_columns(state[1], S)
     if target.sums is None:
         # A row without any visible key, as of an empty sequence, is zeros.
         scale = 1.0 / tl.where(total > 0, total, float("inf"))
