@@ -104,8 +104,8 @@ BUGS = _bugs(
     Bug(
         "groups of a tile",
         "quant/native/tiles.h",
-        "const int64_t item = (tile * (columns / group) + at) * OUTPUTS;",
-        "const int64_t item = (tile * (columns / 128 * 128 / group) + at) * OUTPUTS;",
+        "return (tile * (columns / group) + at) * OUTPUTS; }",
+        "return (tile * (columns / 128 * 128 / group) + at) * OUTPUTS; }",
         "products in tiles",
     ),
     Bug(
@@ -182,10 +182,10 @@ BUGS = _bugs(
         "packing",
     ),
     Bug(
-        "rows of the last block",
+        "last columns of a row's widest group",
         "quant/native/packing.cpp",
-        "for (int64_t first = 0; first < some.rows; first += Order::ROWS) {",
-        "for (int64_t first = 0; first + Order::ROWS <= some.rows; first += Order::ROWS) {",
+        "for (int64_t c = 0; c < columns; c += GROUP, most",
+        "for (int64_t c = 0; c < columns / 128 * 128; c += GROUP, most",
         "packing",
     ),
     Bug(
