@@ -25,8 +25,6 @@ from moedge.quant.matmul.thread_pool import WorkerPool
 from moedge.quant.matmul.tiled import ExpertRows
 from moedge.quant.tensor import PackedTensor, pack
 
-# Of weights, and of the buffers that are read and copied: more than caches hold.
-NBYTES = 256 << 20
 BLOCK_NBYTES = 4 << 20
 # Of a square matrix that one core's caches hold.
 SIDE = 384
@@ -37,8 +35,9 @@ _LIBC.memchr.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
 class Copier:
     """A thread that copies blocks of a buffer into one of their size, as long as it is entered."""
 
-    def __init__(self, enabled: bool) -> None:
-        self._from, self._to = torch.zeros(NBYTES, dtype=torch.uint8), torch.zeros(BLOCK_NBYTES, dtype=torch.uint8)
+    def __init__(self, enabled: bool, nbytes: int) -> None:
+        self._total = max(1, nbytes // BLOCK_NBYTES) * BLOCK_NBYTES
+        self._from, self._to = torch.zeros(self._total, dtype=torch.uint8), torch.zeros(BLOCK_NBYTES, dtype=torch.uint8)
         self._stopped, self.nbytes = not enabled, 0
         self._thread = threading.Thread(target=self._run)
 
@@ -55,7 +54,7 @@ class Copier:
         while not self._stopped:
             ctypes.memmove(self._to.data_ptr(), self._from.data_ptr() + begin, BLOCK_NBYTES)
             self.nbytes += BLOCK_NBYTES
-            begin = (begin + BLOCK_NBYTES) % NBYTES
+            begin = (begin + BLOCK_NBYTES) % self._total
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -65,18 +64,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--inner", type=int, default=768)
     parser.add_argument("--threads", type=int, default=1, help="that compute; one more copies")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--mib", type=int, default=256, help="of weights, and of what is read and copied")
     parser.add_argument("--alone", action="store_true", help="without the copy")
 
 
 def run(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     pool = WorkerPool(options.threads)
-    cases: dict[str, tuple[Callable[[], None], int, int]] = {"read": _reading(pool), "product": _multiplying(pool)}
+    cases: dict[str, tuple[Callable[[], None], int, int]] = {
+        "read": _reading(pool, options.mib << 20),
+        "product": _multiplying(pool),
+    }
     for quant in options.quant:
         for count in options.rows:
             cases[f"{quant} {count}"] = _experts(pool, quant, count, options)
     seconds: dict[str, list[float]] = {name: [] for name in cases}
-    with Copier(not options.alone) as copier:
+    with Copier(not options.alone, options.mib << 20) as copier:
         begun = time.perf_counter()
         for _ in range(options.rounds):
             for name, (work, _, _) in cases.items():
@@ -99,8 +102,8 @@ def run(options: argparse.Namespace) -> None:
         )
 
 
-def _reading(pool: WorkerPool) -> tuple[Callable[[], None], int, int]:
-    memory, each = torch.zeros(NBYTES, dtype=torch.uint8), NBYTES // pool.size
+def _reading(pool: WorkerPool, nbytes: int) -> tuple[Callable[[], None], int, int]:
+    memory, each = torch.zeros(nbytes, dtype=torch.uint8), nbytes // pool.size
     counter = iter(range(1 << 30))
 
     def read() -> None:
@@ -128,7 +131,7 @@ def _experts(
     layouts = [get_format(quant).in_order(ROWS).layout(shape, "bfloat16") for shape in shapes]
     nbytes = sum(layout.nbytes for layout in layouts)
     planes = [pack(torch.randn(shape).bfloat16() / 32, quant, ROWS).planes for shape in shapes]
-    total = max(1, NBYTES // nbytes)
+    total = max(1, (options.mib << 20) // nbytes)
 
     def matrix(index: int) -> PackedTensor:
         return PackedTensor(layouts[index], tuple(plane.clone() for plane in planes[index]))
