@@ -10,6 +10,7 @@ import importlib
 
 SUBJECTS = {
     "attention": "decode attention on a CPU, by KV format",
+    "beside": "experts that a CPU computes beside copies to a device, by format and rows",
     "linear": "products with packed matrices, by rows and format",
     "pack": "packing of matrices against bitsandbytes, and the error of each format",
     "reads": "the stream's reader threads against the disk",

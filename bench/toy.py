@@ -24,6 +24,7 @@ from bench import ROOT
 # Words of the command lines of each script; {model} is a tiny checkpoint, {ram} a budget that makes it stream, {out} an
 # empty folder.
 COMMANDS: dict[str, tuple[str, ...]] = {
+    "cpu_experts": ("--sequences 4",),
     "link_curves": ("--models Qwen3-30B-A3B --ram 64 --gpu-mem 6GiB --sequences 64",),
     "make_model": ("--shape toy --skew --out {out}/skewed",),
     "batching": ("--rows 8 --sequences 4 --answer 4 --repeats 1",),
@@ -53,6 +54,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "table --folder {out} --gib 0.03125 --rounds 1",
         "rows --shape 128 256 --repeats 1",
         "step --sequences 8 --vocab 4000 --passes 2",
+        "beside --quant mxfp4 --rows 1 --hidden 64 --inner 64 --rounds 1 --mib 1",
         "widen --rows 64 --columns 512 --repeats 1 --only Q4_K",
     ),
     "own_files": ("--model {model} --stores {out} --ram {ram} --sequences 2 --passes 1 --rounds 1",),

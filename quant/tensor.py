@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from math import prod
 from types import MappingProxyType
-from typing import NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from .formats.format import (
     get_format,
     row_chunks,
 )
-from .native.library import ENUMS, NativeMatrix, NativePacking, available, function
+from .native.library import ENUMS, NativePacking, available, function
 from .scratch import wide_columns
 
 _FORMATS, _ORDERS = ENUMS["weight_format"], ENUMS["order"]
@@ -141,8 +141,8 @@ class PackedTensor:
 
     layout: Layout
     planes: tuple[Tensor, ...]
-    # The matrix as kernels take it (matmul/tiled.py), from the first call on: asking for addresses takes longer.
-    native: list[NativeMatrix] = field(default_factory=list, compare=False, repr=False)
+    # The matrix as kernels of its order take it, from the first call on: asking for addresses takes longer.
+    native: list[Any] = field(default_factory=list, compare=False, repr=False)
 
     @classmethod
     def bind(cls, layout: Layout, buffer: Tensor) -> Self:

@@ -187,7 +187,8 @@ def native_matrix_of(packed: PackedTensor) -> NativeMatrix:
     """A matrix in order `tiles` as kernels take it."""
     if not packed.native:
         packed.native.append(native_matrix(packed.layout.codes, packed.planes, packed.shape[1]))
-    return packed.native[0]
+    made: NativeMatrix = packed.native[0]
+    return made
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -57,6 +57,8 @@ enum {
     MOEDGE_ROWS = 8,  // rows of attention that one call computes together
     MOEDGE_KEY_PARTS = 2,
     MOEDGE_MOST_ROWS = 128,  // rows that products with matrices in order `tiles` compute together
+    MOEDGE_FEW_ROWS = 32,  // rows that products with matrices in order `rows` compute together
+    MOEDGE_ROW_GROUPS = 1024,  // scales of a row of such a matrix, at most
     MOEDGE_COUNTERS = 16,  // of a product that runs alone
     MOEDGE_STEP_COUNTERS = 32,
 };
@@ -165,6 +167,46 @@ struct moedge_mixture {
     moedge_activation activation;
     int32_t alternating;  // rows of `up` are pairs of gate and up, which alternate; else first all of gate
     int32_t integers;  // as of moedge_product
+};
+
+// A matrix [rows, columns] in order `rows`, of whole chunks of 32 columns.
+struct moedge_row_matrix {
+    const uint8_t *codes;  // or floats, of scales_type
+    const uint8_t *scales;  // [rows, columns / group]; null: of floats
+    const uint8_t *zeros;  // zero points, or null
+    const float *factors;  // [rows] of PAIRS, or null
+    int64_t rows;
+    int64_t columns;
+    int64_t group;  // columns that share a scale
+    moedge_codes codes_type;
+    moedge_scales scales_type;
+};
+
+// An expert in order `rows`, with biases of the mixture's format or null, and at most MOEDGE_FEW_ROWS of its rows.
+struct moedge_row_job {
+    int64_t first_row;
+    int64_t rows;
+    int64_t scratch_offset;  // floats: of MOEDGE_FEW_ROWS rows at most, each of all columns of both matrices
+    moedge_row_matrix up;
+    moedge_row_matrix down;
+    const void *up_bias;
+    const void *down_bias;
+};
+
+// The rows of experts in order `rows`: out[r] = down (activation (up hidden[token_ids[r]])).
+struct moedge_row_mixture {
+    const void *hidden;
+    int64_t hidden_stride;
+    const int64_t *token_ids;
+    void *out;
+    int64_t out_stride;
+    float *scratch;
+    int64_t num_jobs;
+    const moedge_row_job *jobs;  // matrices of all jobs have the same shapes
+    int64_t *counters;  // [MOEDGE_COUNTERS], 0
+    moedge_format format;  // of hidden, biases and out: fp32, bf16 or fp16
+    moedge_activation activation;
+    int32_t alternating;  // as of moedge_mixture
 };
 
 // total = x + added, where `added` is not null; out = RMSNorm(total) * weight, or * (1 + weight). All [rows, columns].

@@ -219,6 +219,21 @@ class NativeMixture(ctypes.Structure):
 
 
 @_of_header
+class NativeRowMatrix(ctypes.Structure):
+    """A matrix in order `rows`."""
+
+
+@_of_header
+class NativeRowJob(ctypes.Structure):
+    """An expert in order `rows`, and some of its rows."""
+
+
+@_of_header
+class NativeRowMixture(ctypes.Structure):
+    """The rows of experts in order `rows`."""
+
+
+@_of_header
 class NativeNorm(ctypes.Structure):
     """RMSNorm of rows, or of their sum with others."""
 

@@ -24,6 +24,7 @@ MOEDGE_EXPORT int64_t moedge_attention_scratch(const moedge_attention *a);
 #define MOEDGE_KERNELS(X)                                                                        \
     X(moedge_multiply, (const moedge_product *product), (product))                               \
     X(moedge_experts, (const moedge_mixture *mixture), (mixture))                                \
+    X(moedge_row_experts, (const moedge_row_mixture *mixture), (mixture))                        \
     X(moedge_steps, (const moedge_run *run), (run))                                              \
     X(moedge_widen_tiles, (const moedge_tiles_widening *widening), (widening))                   \
     X(moedge_pack, (moedge_packing *packing), (packing))                                         \

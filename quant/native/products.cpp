@@ -3,25 +3,11 @@
 // Several threads call a function with the same arguments, and each takes the next item from a shared counter until
 // none is left. A phase begins when every item of the one before has ended; the few microseconds until then are waited
 // for by giving the processor away.
-#include <sched.h>
-
 #include "activations.h"
 #include "tiles_integer.h"
+#include "work.h"
 
 namespace {
-
-// A counter of items taken and of items done, in memory that the threads share; both begin at 0.
-struct Work {
-    int64_t* counters;
-
-    int64_t take() const { return __atomic_fetch_add(counters, 1, __ATOMIC_ACQ_REL); }
-    void finish() const { __atomic_fetch_add(counters + 8, 1, __ATOMIC_RELEASE); }
-    void wait(int64_t items) const {
-        while (__atomic_load_n(counters + 8, __ATOMIC_ACQUIRE) < items) sched_yield();
-    }
-};
-
-int64_t ceil_of(int64_t number, int64_t divisor) { return (number + divisor - 1) / divisor; }
 
 // Tiles that one item computes: about 64 KiB of codes.
 int64_t tiles_at_once(const Matrix& matrix) {

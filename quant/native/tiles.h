@@ -427,7 +427,7 @@ void finish(const Matrix& matrix, int64_t tile, int64_t rows, float* results) {
 }
 
 template <Type VALUES, Scales SCALES>
-void multiply_tile(const Matrix& matrix, int64_t tile, const Inputs& in, float* results) {
+inline void multiply_tile(const Matrix& matrix, int64_t tile, const Inputs& in, float* results) {
     memset(results, 0, static_cast<size_t>(in.rows) * OUTPUTS * sizeof(float));
     const int64_t chunks = matrix.columns / CHUNK;
     const Codes<VALUES> source(matrix.codes + tile * (matrix.columns / 2) * Codes<VALUES>::NBYTES);
@@ -454,7 +454,7 @@ void multiply_tile(const Matrix& matrix, int64_t tile, const Inputs& in, float* 
 }
 
 // Writes the products of all rows (MOST_ROWS at most) with one tile into `results` [rows, OUTPUTS].
-void multiply_tile(const Matrix& matrix, int64_t tile, const Inputs& in, float* results) {
+inline void multiply_tile(const Matrix& matrix, int64_t tile, const Inputs& in, float* results) {
     const Scales scales = matrix.scales_type;
     switch (matrix.type) {
         case Type::INT4:
