@@ -177,7 +177,6 @@ PLANTED: dict[str, tuple[dict[str, int], tuple[str, str, str], bool, str]] = {
     "elements of a norm": (WIDE, ("int8", "float", "bf16"), False, "layer 0"),
     "keys of a split": (WIDE, ("none", "float", "bf16"), False, "layer 0, attention"),
     "last columns of int8 rows": (NARROW, ("int8", "float", "bf16"), False, "layer 0 "),
-    "rows of the last block": (NARROW | {"moe_intermediate_size": 160}, ("int4", "int8", "bf16"), False, "layer 0 "),
     "chunks of a widened tile": (WIDE, ("int4", "float", "bf16"), False, "layer 0, attention"),
     "rows of a deterministic product": (WIDE, ("none", "float", "bf16"), True, Q),
     "strips of a matrix": (WIDE | {"vocab_size": 3000}, ("int8", "float", "bf16"), True, HEAD),
@@ -189,6 +188,7 @@ ELSEWHERE = {
     "rows beyond two blocks", "heads of a group", "elements of a query", "groups of MXFP4", "rows of an expert",
     "columns of a Triton product", "rows of a Triton product", "keys of a Triton split", "elements of a Triton head",
     "halves of Triton's int4 keys", "zero points of Triton's int4 values", "upper bits of three-bit codes",
+    "last columns of a row's widest group",
 }  # fmt: skip
 
 
