@@ -93,7 +93,9 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, nargs="+", default=[16, 32, 64, 128])
     options = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        options.model, dtype=torch.float32, experts_implementation="eager"
+    ).eval()
     kinds = [prose()[1], code()[1], *(path.read_text(encoding="utf-8") for path in options.texts)]
     rows = torch.stack([cut_texts(tokenizer, text, options.rows) for text in kinds], 1).flatten(0, 1)
     routed = record(model, rows, 0)[0, ..., : options.first]
