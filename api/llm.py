@@ -20,8 +20,9 @@ from .generation import Generation, Request
 from .offload.closing import Closing
 from .offload.errors import MoedgeError
 from .offload.memory import Heap
-from .runtime.jobs.encode import RowEncoder, SpeedOrder
+from .runtime.jobs.encode import RowEncoder
 from .runtime.jobs.lifecycle import OpenModel, refuse_over_budget
+from .runtime.jobs.order import SpeedOrder
 from .runtime.jobs.run import OpenRow, completion_of
 from .runtime.jobs.summary import RunSummary
 from .runtime.loading.engine_loader import LoadedModel
@@ -245,7 +246,8 @@ class LLM(Closing):
         """What `result` makes of the requests, in their order."""
         loaded, outputs = self._engine, [cast(T, None)] * len(requests)
         numbers = {request.row.index: number for number, request in enumerate(requests)}
-        waiting = iter(_fastest_order(requests))
+        mixture = self._opened.source.shape.num_experts > 0
+        waiting = iter(_fastest_order(requests, mixture))
         loaded.engine.start_counting()
         with progress_bar(len(requests), progress and bool(requests)) as advance:
             for finished in generation.passes(lambda: next(waiting, None)):
@@ -524,9 +526,9 @@ def _scores(request: Request, opened: OpenRow) -> ChoiceScores:
     return ChoiceScores.from_completions(request.row, completions)
 
 
-def _fastest_order(requests: Items[Request]) -> Iterable[Request]:
-    """Prompts with a common beginning side by side, long ones first, as a job runs its rows."""
-    order = SpeedOrder()
+def _fastest_order(requests: Items[Request], mixture: bool) -> Iterable[Request]:
+    """Prompts in the order in which a job runs its rows."""
+    order = SpeedOrder(mixture)
     for request in requests:
         prompt_ids = request.choices[0][0]
         order.add(request.row.index, prompt_ids, len(prompt_ids) + request.row.params.max_tokens)

@@ -7,8 +7,8 @@ Rows that generate together share the experts that a pass reads. Rows of several
 source code, and each of `--texts`) are routed token by token and run in groups of `--sequences`, in four orders:
 
 `given`: the kinds in turn, as in a file that was shuffled. `kinds`: one kind after the other, the best that can be
-known. `text`: each next row's prompt has the tokens most like the last one's. `routing`: its prompt chose the experts
-most like them.
+known. `alike`: as jobs run them, by the tokens of prompts (runtime/jobs/order.py). `routing`: each next row's prompt
+chose the experts most like the last one's.
 
 Printed are the share of a layer's experts that a pass wants, and MB of them read a token with the most popular held
 (moe/expert_cache.py); the model is the one of bench/routing.py, of which a token takes the first `--first` experts.
@@ -28,10 +28,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from bench.make_real_mixture import code, prose
 from bench.routing import BEFORE, Ids, cut_texts, popular, record
 from moedge.offload.stream.stream import ShardKey
+from moedge.runtime.jobs.order import alike, sketch
 from support.experts.replay import replay
 
 Floats = npt.NDArray[np.float64]
-_BUCKETS = 512
 
 
 def chain(sketches: Floats) -> list[int]:
@@ -57,10 +57,11 @@ def orders(texts: Ids, prefill: Ids, kinds: int, experts: int) -> Mapping[str, l
     """Orders of rows whose prompts are `texts` [n, BEFORE] and chose `prefill` [L, n, BEFORE, A]; kinds take turns."""
     layers, count = prefill.shape[:2]
     chosen = (prefill + experts * np.arange(layers)[:, None, None, None]).transpose(1, 0, 2, 3).reshape(count, -1)
+    sketches = np.stack([np.frombuffer(sketch(prompt), np.uint8) for prompt in texts.tolist()])
     return {
         "given": list(range(count)),
         "kinds": sorted(range(count), key=lambda row: row % kinds),
-        "text": chain(bags(texts % _BUCKETS, _BUCKETS)),
+        "alike": alike(sketches, np.zeros(count, np.uint64)).tolist(),
         "routing": chain(bags(chosen, layers * experts)),
     }
 

@@ -55,4 +55,4 @@ def test_an_order_by_routing_finds_rows_that_share_experts() -> None:
     wanted = {way: row_order.reads(ids[:, order, 8:], 8, EXPERTS, 0.5)[0] for way, order in found.items()}
     assert wanted["routing"] == wanted["kinds"] == pytest.approx(0.5, abs=0.02)
     assert wanted["given"] > 0.85
-    assert wanted["text"] > 0.7
+    assert wanted["alike"] > 0.7

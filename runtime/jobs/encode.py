@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import BinaryIO, Protocol, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..plan.placement import Workload
 from ..rows.fields import invalid_schema
@@ -33,6 +32,7 @@ from ..text.chat_stream import ChatStream, StreamOptions
 from ..text.stream import TextStream
 from ..text.template import strings
 from ..text.tokenizer import Tokenizer
+from .order import SpeedOrder
 
 # Token ids and settings of each of a row's choices, in the order of its answer.
 Choices = Sequence[tuple[list[int], SequenceSampling]]
@@ -314,61 +314,11 @@ class JobSize:
         )
 
 
-def measure(rows: Iterable[Row | RowFailure], encoder: RowEncoder) -> tuple[JobSize, SpeedOrder]:
+def measure(rows: Iterable[Row | RowFailure], encoder: RowEncoder, mixture: bool = False) -> tuple[JobSize, SpeedOrder]:
     """Rows that will not run come first in the order: their errors need no pass."""
-    size, order = JobSize(), SpeedOrder()
+    size, order = JobSize(), SpeedOrder(mixture)
     for row in rows:
         choices = row if isinstance(row, RowFailure) else encoder.encode(row)
         longest = size.add(choices)
         order.add(row.index, () if isinstance(choices, RowFailure) else choices[0][0], longest or _FIRST)
     return size, order
-
-
-# Prefix lengths, in tokens, at which rows are compared: from a common instruction to a common document.
-LEVELS = (32, 256, 2048)
-_MAX = (1 << 64) - 1
-
-
-class SpeedOrder:
-    """The fastest order of rows: shared prefixes together, long rows before short ones. Takes 40 bytes per row.
-
-    Rows with a common beginning run side by side, so that their common blocks are computed once while they are in the
-    cache. Long rows run first, because the end of a job waits for its longest row: the shorter the last rows are, the
-    fewer sequences are missing from its last passes.
-    """
-
-    def __init__(self) -> None:
-        self._rows = array("Q")
-        self._lengths = array("Q")
-        self._prefixes = tuple(array("Q") for _ in LEVELS)
-
-    def add(self, row: int, prompt_ids: Sequence[int], num_tokens: int) -> None:
-        """`num_tokens` is the most that the row may come to, prompt included."""
-        self._rows.append(row)
-        self._lengths.append(num_tokens)
-        for level, hashes in zip(LEVELS, self._prefixes, strict=True):
-            # Never 0, which is a prompt that is shorter. Equal in every process: integers hash to what they are.
-            hashes.append((hash(tuple(prompt_ids[:level])) & _MAX | 1) if len(prompt_ids) >= level else 0)
-
-    def rows(self) -> Iterable[int]:
-        """Every row added, the first to run first."""
-        rows, lengths = np.asarray(self._rows), np.asarray(self._lengths)
-        # The last key is the first to sort by.
-        keys = [rows, _descending(lengths)]
-        for hashes in reversed(self._prefixes):
-            shared, longest = _shared(np.asarray(hashes), lengths)
-            keys += [shared, _descending(longest)]
-        return map(int, rows[np.lexsort(keys)])
-
-
-def _shared(hashes: NDArray[np.uint64], lengths: NDArray[np.uint64]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """(hash where another row has it too, else 0; the longest row of the group, or the row's own length)."""
-    _, group, counts = np.unique(hashes, return_inverse=True, return_counts=True)
-    longest = np.zeros(len(counts), np.uint64)
-    np.maximum.at(longest, group, lengths)
-    alone = (counts[group] < 2) | (hashes == 0)
-    return np.where(alone, 0, hashes), np.where(alone, lengths, longest[group])
-
-
-def _descending(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    return np.uint64(_MAX) - values

@@ -90,7 +90,7 @@ class Measured:
         bad = set(checked.preflight.bad_rows)
         rows = (claim.earlier.longer(file.row(row)) for row in claim.rows_to_run() if row not in bad)
         encoder = RowEncoder(tokenizer, source.shape.vocab, source.shape.context, spool=spool)
-        size, order = measure(rows, encoder)
+        size, order = measure(rows, encoder, mixture=source.shape.num_experts > 0)
         spool.seal()
         if claim.job_id is None and checked.request.limits.max_rows is None:
             # A job that has begun has answers to come, or rows that were already counted as errors.
