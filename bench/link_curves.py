@@ -2,6 +2,7 @@
 
     python -m bench.link_curves                     two models on a card of 8 GB
     python -m bench.link_curves --models gpt-oss-120b --ram 96 --card "RTX 3060 12GB" --gpu-mem 10GiB
+    python -m bench.link_curves --models GLM-4.5-Air --ram 24 --gpu-mem 7GiB    what RAM has no room for is on a disk
 
 Bytes, rings and cohorts are the plan's, seconds of computing those of its cost model; when what moves is simulated
 (tests/support/device/link_events.py). Nothing here was measured.
@@ -10,6 +11,7 @@ Bytes, rings and cohorts are the plan's, seconds of computing those of its cost 
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 from moedge.moe.expected_rows import wanted_by
 from moedge.runtime.kv.spec import KVSpec
@@ -20,12 +22,12 @@ from moedge.runtime.plan.planner import solve
 from moedge.runtime.plan.presets import beside_layers_s, host_kv_s
 from moedge.runtime.settings.settings import Settings
 from moedge.runtime.shape.model_shape import ModelShape
-from moedge.runtime.shape.shards import LayerShards, model_shards
+from moedge.runtime.shape.shards import LayerShards, ModelShards, model_shards
 from support import plans_page
 from support.device.link_events import LayerWork, PassWork, Seconds, Simulation
 
 
-def work_of(shape: ModelShape, plan: Plan, seconds: Seconds) -> PassWork:
+def work_of(shape: ModelShape, plan: Plan, seconds: Seconds, disk_bytes_s: float = 0.0) -> PassWork:
     """A pass in which all sequences of a plan decode. Layers take what their share of the weights takes.
 
     Of experts that are not held those arrive that are wanted, as many as if tokens chose independently.
@@ -56,7 +58,29 @@ def work_of(shape: ModelShape, plan: Plan, seconds: Seconds) -> PassWork:
             )
         )
     windows = sizes.window_nbytes if sizes else 0
-    return PassWork(tuple(layers), cohorts, held.dense_ring, held.expert_ring, windows, seconds)
+    work = PassWork(tuple(layers), cohorts, held.dense_ring, held.expert_ring, windows, seconds)
+    return _with_disk(work, plan, shards, disk_bytes_s) if plan.streams else work
+
+
+def _with_disk(work: PassWork, plan: Plan, shards: ModelShards, bytes_s: float) -> PassWork:
+    """Of what arrives, the share comes from the disk that neither device nor host memory holds."""
+    assert plan.staging is not None
+    here, host = plan.placement, plan.staging.placement
+    in_host = set(shards.dense_order[: host.held_dense])
+    layers = []
+    for index, layer in enumerate(work.layers):
+        missing = shards.layers[index].num_experts - here.held_experts[index]
+        on_disk = shards.layers[index].num_experts - host.held_experts[index]
+        read = round(layer.arriving * on_disk / missing) if missing else 0
+        layers.append(replace(layer, read=read, dense_read=index not in in_host))
+    # Rings of the disk are those of the host, whose placement counts what the device holds as its own.
+    return replace(
+        work,
+        layers=tuple(layers),
+        disk_bytes_s=bytes_s,
+        dense_staging=host.dense_ring,
+        expert_staging=host.expert_ring,
+    )
 
 
 def on_card(costs: CostModel, plan: Plan, job: Workload) -> tuple[Seconds, float]:
@@ -96,12 +120,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=("Qwen3-30B-A3B", "Qwen3-235B-A22B"))
     parser.add_argument("--card", default="RTX 4060 8GB")
-    parser.add_argument("--ram", type=int, nargs="+", default=(64, 192), help="GiB, enough for all weights, by model")
+    parser.add_argument("--ram", type=int, nargs="+", default=(64, 192), help="GiB, by model")
     parser.add_argument("--gpu-mem", nargs="+", default=("4GiB", "6GiB", "7GiB"))
     parser.add_argument("--sequences", type=int, nargs="+", default=(64, 256, 1024))
     options = parser.parse_args()
-    print("| model | budget | sequences | in cohorts | up GB | plan s | simulated s | link busy | tok/s |")
-    print("|" + "---|" * 9)
+    print("| model | budget | sequences | in cohorts | up GB | plan s | simulated s | link busy | disk busy | tok/s |")
+    print("|" + "---|" * 10)
     for name, ram in zip(options.models, options.ram, strict=True):
         for budget in options.gpu_mem:
             for sequences in options.sequences:
@@ -113,15 +137,18 @@ def curve(name: str, card: str, ram: int, budget: str, sequences: int) -> str:
     request = plans_page.question(name, card, ram, settings, gpu_mem=budget)
     plan = solve(request).plan
     seconds, planned = on_card(request.costs, plan, request.workload)
-    work, rate = work_of(request.shape, plan, seconds), request.costs.rates.link_bytes_s
+    rates = request.costs.rates
+    work, rate = work_of(request.shape, plan, seconds, rates.disk_bytes_s), rates.link_bytes_s
     simulation = Simulation(work, rate)
-    before = simulation.run(3) and simulation.machine.link.busy
+    links = simulation.machine.link, simulation.machine.disk
+    simulation.run(3)
+    before = [each.busy for each in links]
     took = simulation.run(1)
-    busy = simulation.machine.link.busy - before
+    busy, read = (each.busy - earlier for each, earlier in zip(links, before, strict=True))
     hosted = plan.host_kv.sequences if work.cohorts and plan.host_kv else 0
     cells = (
         name, budget, plan.max_sequences, f"{hosted} in {work.cohorts}", f"{busy * rate / 1e9:.2f}", f"{planned:.3f}",
-        f"{took:.3f}", f"{busy / took:.0%}", f"{plan.max_sequences / took:.0f}",
+        f"{took:.3f}", f"{busy / took:.0%}", f"{read / took:.0%}", f"{plan.max_sequences / took:.0f}",
     )  # fmt: skip
     return "| " + " | ".join(map(str, cells)) + " |"
 

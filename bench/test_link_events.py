@@ -65,3 +65,25 @@ def test_a_window_for_one_layer_takes_longer() -> None:
     one, *more = [Simulation(replace(PASS, window_ring=count * 20480), LINK).run(6) for count in (1, 2, 3, 6)]
     assert one > 1.02 * max(more)
     assert max(more) == pytest.approx(min(more), rel=0.01)
+
+
+@pytest.mark.parametrize("disk", [LINK / 50, LINK / 3, 20 * LINK])
+@pytest.mark.parametrize("read", [0, 3, 7])
+def test_a_disk_binds_where_it_takes_longest(disk: float, read: int) -> None:
+    layers = (replace(LAYER, read=read, dense_read=True),) * 5
+    work = replace(PASS, layers=layers, disk_bytes_s=disk, dense_staging=16384, expert_staging=8 * 12288)
+    took = Simulation(work, LINK).run(6)
+    reading = sum(each.dense_nbytes + read * each.expert_nbytes for each in layers) / disk
+    moving, computing = up_s(work, LINK), computing_s(work, LINK)
+    assert max(reading, moving, computing) * (1 - 1e-9) <= took <= reading + moving + computing
+    if reading > 9 * (moving + computing):
+        assert took == pytest.approx(reading, rel=0.02)
+
+
+def test_reads_wait_for_memory_that_copies_have_left() -> None:
+    """With staging for one expert a read and its copy take turns: the disk does nothing while the link copies it."""
+    layers = (replace(LAYER, dense_nbytes=0, read=7),) * 5
+    work = replace(PASS, layers=layers, cohorts=0, dense_ring=0, disk_bytes_s=LINK, dense_staging=0)
+    one, many = (Simulation(replace(work, expert_staging=count * 12288), LINK).run(6) for count in (1, 8))
+    turns = 5 * 7 * 2 * LAYER.expert_nbytes / LINK
+    assert one >= turns * (1 - 1e-9) > many
