@@ -1,10 +1,14 @@
-"""Attention of a pass whose sequences lie in several cohorts, one of them on the device (`runtime/kv/host.py`)."""
+"""Attention of a pass whose sequences lie in several cohorts, one of them on the device (`runtime/kv/host.py`).
+
+Cohorts in host memory cross the link to be attended to, or the processor attends to those that only generate where they
+lie: queries go down, results go up, a hundredth of the bytes or less.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import torch
 
@@ -16,54 +20,85 @@ from .protocol import AttentionBackend, AttentionCall, slots_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """The chunks of a cohort, `batch`, whose rows in the pass are `rows`."""
+    """The chunks of a cohort, `batch`, whose rows in the pass are `rows`; `here`: the processor attends to it."""
 
     cohort: int
     rows: slice
     batch: Batch
+    here: bool = False
 
 
 class CohortAttention:
-    """The device's cohort attends with a backend of its own, the others one after the other through windows.
+    """The device's cohort attends with a backend of its own, the others one after the other through windows, or on the
+    processor.
 
     A pass has its chunks by cohort, in ascending order, so that rows of a cohort follow one another.
     """
 
-    def __init__(self, cache: KVCache, host: HostKV, make: Callable[[KVCache], AttentionBackend]) -> None:
-        """`make` gives the backend of a cache."""
-        self._cache, self._host = cache, host
+    def __init__(
+        self,
+        cache: KVCache,
+        host: HostKV,
+        make: Callable[[KVCache], AttentionBackend],
+        here: Sequence[AttentionBackend] = (),
+    ) -> None:
+        """`make` gives the backend of a cache; `here` are those of the processor, by cohort, which store nothing. None
+        where the device attends to all cohorts."""
+        self._cache, self._host, self._here = cache, host, here
         self.device = make(cache)
         self._windows = make(KVCache(host.windows, sharing=False))
         self._batch: Batch | None = None
         self._parts: list[_Part] = []
         self._slots: list[TokenSlots] = []
+        # The rows of a pass to which the processor attends, and where they are in its queries, by part.
+        self._rows: torch.Tensor | None = None
 
     def attend(
         self, call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
     ) -> torch.Tensor:
         """As `AttentionBackend.attend`."""
         if self._batch is not batch:
-            self._begin(batch)
-        at, results = self._cache.layer_indices[call.layer], []
-        for part in self._parts:
+            self._begin(batch, q.device)
+        at, results = self._cache.layer_indices[call.layer], {}
+        for index, part in enumerate(self._parts):
             of_part = q[part.rows], k[part.rows], v[part.rows]
             if part.cohort == 0:
-                results.append(self.device.attend(call, *of_part, part.batch))
-            else:
+                results[index] = self.device.attend(call, *of_part, part.batch)
+            elif not part.here:
                 with self._host.window(part.cohort, at):
-                    results.append(self._windows.attend(call, *of_part, part.batch))
+                    results[index] = self._windows.attend(call, *of_part, part.batch)
         if self._slots:
             behind = slice(len(k) - len(self._slots[at.group].cohorts), None)
             self._host.write(at, self._slots[at.group], k[behind], v[behind])
-        return results[0] if len(results) == 1 else torch.cat(results)
+        if self._rows is not None:
+            results |= self._attend_here(call, q, self._rows)
+        return results[0] if len(results) == 1 else torch.cat([results[index] for index in range(len(results))])
 
-    def _begin(self, batch: Batch) -> None:
+    def _attend_here(self, call: AttentionCall, q: torch.Tensor, rows: torch.Tensor) -> dict[int, torch.Tensor]:
+        """The results of parts of the processor, by their number; it begins when their new tokens are stored."""
+        here = [(index, part) for index, part in enumerate(self._parts) if part.here]
+        ends = list(accumulate(part.batch.num_tokens for _, part in here))
+        own = call if call.sinks is None else replace(call, sinks=call.sinks.cpu())
+
+        def attended(queries: torch.Tensor) -> torch.Tensor:
+            found = []
+            for (_, part), end in zip(here, ends, strict=True):
+                mine = queries[end - part.batch.num_tokens : end]
+                found.append(self._here[part.cohort - 1].attend(own, mine, mine, mine, part.batch))
+            return torch.cat(found)
+
+        found = self._host.attend_here(q, rows, attended)
+        return {index: found[end - part.batch.num_tokens : end] for (index, part), end in zip(here, ends, strict=True)}
+
+    def _begin(self, batch: Batch, device: torch.device) -> None:
         by_cohort = groupby(batch.chunks, key=lambda chunk: chunk.sequence.table.cohort)
-        self._parts = [_part(cohort, batch, tuple(chunks)) for cohort, chunks in by_cohort]
+        self._parts = [_part(cohort, batch, tuple(chunks), bool(self._here)) for cohort, chunks in by_cohort]
         hosted = [part for part in self._parts if part.cohort]
         self._slots = [self._slots_of(hosted, group) for group in range(len(self._cache.pools))] if hosted else []
         layers = [self._cache.layer_indices[layer] for layer in sorted(self._cache.layer_indices)]
-        self._host.begin([part.cohort for part in hosted], layers)
+        self._host.begin([part.cohort for part in hosted if not part.here], layers)
+        rows = [torch.arange(part.rows.start, part.rows.stop) for part in hosted if part.here]
+        self._rows = torch.cat(rows).to(device) if rows else None
         self._batch = batch
 
     def _slots_of(self, parts: list[_Part], group: int) -> TokenSlots:
@@ -73,8 +108,9 @@ class CohortAttention:
         return TokenSlots(cohorts, slots // block, slots % block)
 
 
-def _part(cohort: int, batch: Batch, chunks: tuple[TokenChunk, ...]) -> _Part:
-    """The chunks as a batch of their own, as far as attention reads it."""
+def _part(cohort: int, batch: Batch, chunks: tuple[TokenChunk, ...], here: bool) -> _Part:
+    """The chunks as a batch of their own, as far as attention reads it; prompts are the device's."""
     first = chunks[0].begin
     moved = tuple(replace(chunk, begin=chunk.begin - first) for chunk in chunks)
-    return _Part(cohort, slice(first, chunks[-1].end), replace(batch, chunks=moved))
+    here = here and cohort > 0 and all(chunk.decodes for chunk in chunks)
+    return _Part(cohort, slice(first, chunks[-1].end), replace(batch, chunks=moved), here)

@@ -22,7 +22,8 @@ class CohortSizes:
     """`count` cohorts of `blocks`, by layer group, together `nbytes` of host memory for `sequences` at their longest.
 
     The device has a ring of `window_nbytes` for layers that arrive, and `staging_nbytes` for the new tokens of a layer
-    in a pass, of which the host has several.
+    in a pass, of which the host has several. Where the processor attends to cohorts that only generate, queries and
+    results of a pass take `rows_nbytes` of the host each; else 0.
     """
 
     count: int
@@ -31,23 +32,30 @@ class CohortSizes:
     nbytes: int
     window_nbytes: int
     staging_nbytes: int
+    rows_nbytes: int = 0
 
     @classmethod
     def of(
-        cls, specs: Sequence[KVSpec], count: int, sequences: int, blocks: tuple[int, ...], tokens_per_pass: int
+        cls,
+        specs: Sequence[KVSpec],
+        count: int,
+        sequences: int,
+        blocks: tuple[int, ...],
+        tokens_per_pass: int,
+        row_nbytes: int = 0,
     ) -> Self:
-        """`count` cohorts of `blocks`, in passes of `tokens_per_pass`."""
+        """`count` cohorts of `blocks`, in passes of `tokens_per_pass`, whose queries take `row_nbytes` each."""
         pairs = list(zip(specs, blocks, strict=True))
         layers = [number * spec.record_nbytes for spec, number in pairs]
         window = WINDOWS * max(-(-nbytes // _ALIGNMENT) * _ALIGNMENT for nbytes in layers)
         staging = max(spec.blocks_for(tokens_per_pass) * spec.record_nbytes for spec in specs)
         nbytes = count * sum(number * spec.block_nbytes for spec, number in pairs)
-        return cls(count, sequences, blocks, nbytes, window, staging)
+        return cls(count, sequences, blocks, nbytes, window, staging, tokens_per_pass * row_nbytes)
 
     @property
     def host_nbytes(self) -> int:
         """Bytes of host memory, all page-locked."""
-        return self.nbytes + STAGINGS * self.staging_nbytes
+        return self.nbytes + STAGINGS * self.staging_nbytes + 2 * self.rows_nbytes
 
     @property
     def device_nbytes(self) -> int:

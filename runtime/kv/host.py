@@ -33,7 +33,8 @@ Store = Callable[[KVPool, int, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 class CohortMemory:
-    """The host memory of cohorts, `slab`, and of tokens on their way down, `buffers`; all of it is page-locked.
+    """The host memory of cohorts, `slab`, of tokens on their way down, `buffers`, and of `queries` and `results` of the
+    processor's attention; all of it is page-locked.
 
     Raises MemoryError where the machine refuses that: copies that wait for the host would cost more than they bring.
     """
@@ -41,17 +42,21 @@ class CohortMemory:
     def __init__(self, sizes: CohortSizes, device: Device) -> None:
         self.slab = HostMemory(sizes.nbytes)
         self.buffers = [HostMemory(sizes.staging_nbytes) for _ in range(STAGINGS)]
+        self.queries, self.results = (HostMemory(sizes.rows_nbytes) for _ in range(2))
         # A copy down writes to one registration.
-        self._pinned = [memory.pin(device) for memory in (*self.buffers, self.slab)]
+        whole = [*self.buffers, self.queries, self.results] if sizes.rows_nbytes else self.buffers
+        self._all = [*whole, self.slab]
+        self._pinned = [memory.pin(device) for memory in self._all]
         *staged, self.pinned = self._pinned
         locked = sum(pinned.nbytes for pinned in self._pinned)
-        if locked < self.nbytes or any(len(list(each.pieces(0, sizes.staging_nbytes))) > 1 for each in staged):
+        in_pieces = (len(list(each.pieces(0, part.nbytes))) > 1 for each, part in zip(staged, whole, strict=True))
+        if locked < self.nbytes or any(in_pieces):
             self.close()
             raise MemoryError(f"out of memory: {locked:,} of {self.nbytes:,} bytes of keys and values page-locked")
 
     @property
     def nbytes(self) -> int:
-        return self.slab.nbytes + sum(buffer.nbytes for buffer in self.buffers)
+        return sum(each.nbytes for each in self._all)
 
     def close(self) -> None:
         """Unlocks the memory; nothing may move any more."""
@@ -111,7 +116,7 @@ class HostKV:
     ) -> None:
         """`pools` are the device's, by layer group."""
         self._device, self._sizes, self._store, self._memory = device, sizes, store, memory
-        self._specs = [pool.spec for pool in pools]
+        self._pools, self._specs = pools, [pool.spec for pool in pools]
         ring = device.allocate(sizes.window_nbytes)
         lane = CudaLane(device.cuda, memory.slab.bytes, memory.pinned, ring)
         self._stream: ShardStream[torch.Tensor] = ShardStream(lane, Ring(sizes.window_nbytes), ring)
@@ -125,7 +130,14 @@ class HostKV:
         self._buffers = deque(memory.buffers)
         self._written: deque[_Written] = deque()
         self.nbytes_written = 0
+        # Sequences and layers to which the processor attended.
+        self.num_attended = 0
         self._waited_before = 0.0
+
+    @property
+    def count(self) -> int:
+        """Cohorts in host memory."""
+        return self._sizes.count
 
     @property
     def device_nbytes(self) -> int:
@@ -149,18 +161,19 @@ class HostKV:
 
     def start_counting(self) -> None:
         """Resets the counters."""
-        self._stream.nbytes_arrived = self.nbytes_written = 0
+        self._stream.nbytes_arrived = self.nbytes_written = self.num_attended = 0
         self._waited_before = self._stream.lane.seconds_waited
 
     def pools(self, cohort: int) -> list[KVPool]:
-        """The pools of a cohort, from 1 on, by layer group: to keep and move blocks, not to attend to."""
+        """The pools of a cohort, from 1 on, by layer group: to keep and move blocks, and for the processor's attention."""
         pools = []
-        for group, (spec, count) in enumerate(zip(self._specs, self._sizes.blocks, strict=True)):
+        for group, (pool, count) in enumerate(zip(self._pools, self._sizes.blocks, strict=True)):
+            spec, offsets = pool.spec, None if pool.key_transform is None else pool.key_transform.offsets.cpu()
             begin = self._offset(cohort, LayerIndex(group, 0))
             blocks = HostBlocks(
                 spec, count, self._memory.slab.bytes[begin : begin + count * spec.block_nbytes], self.settle
             )
-            pools.append(KVPool(spec, count, memory=blocks))
+            pools.append(KVPool(spec, count, key_offsets=offsets, memory=blocks))
         return pools
 
     def begin(self, cohorts: Items[int], layers: Iterable[LayerIndex]) -> None:
@@ -196,6 +209,26 @@ class HostKV:
         event.record()
         self._written.append(_Written(event, buffer, at, slots))
         self.nbytes_written += nbytes
+
+    def attend_here(
+        self, q: torch.Tensor, rows: torch.Tensor, attend: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """What `attend` makes of rows int64 [n] of the device's queries q [T, H, D], both [n, H, D] in host memory; the
+        result is on its way to the device. All that was written to cohorts before is in its place when it is called."""
+        nbytes = len(rows) * q[0].nbytes
+        queries, results = (
+            memory.bytes[:nbytes].view(q.dtype).view(len(rows), *q.shape[1:])
+            for memory in (self._memory.queries, self._memory.results)
+        )
+        queries.copy_(q[rows], non_blocking=True)
+        event = self._device.cuda.Event()
+        event.record()
+        # Before it the last layer's results went up, too.
+        event.synchronize()
+        self.settle()
+        results.copy_(attend(queries))
+        self.num_attended += len(rows)
+        return results.to(q.device, non_blocking=True)
 
     def settle(self) -> None:
         """Returns when all that was written is in its place."""

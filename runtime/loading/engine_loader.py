@@ -171,7 +171,8 @@ def make_compute(shape: ModelShape, plan: Plan, torch_device: torch.device) -> P
 def make_attention(cache: KVCache, plan: Plan, device: Device | None) -> AttentionBackend:
     """The attention backend that the plan names; without a device Triton's kernels run in its interpreter."""
     if isinstance(cache, CohortCache):
-        return CohortAttention(cache, cache.host_kv, lambda one: _attention_over(one, plan, device))
+        here = _attention_here(cache.host_kv, plan) if plan.host_kv and plan.host_kv.rows_nbytes else ()
+        return CohortAttention(cache, cache.host_kv, lambda one: _attention_over(one, plan, device), here)
     return _attention_over(cache, plan, device)
 
 
@@ -192,6 +193,16 @@ def _attention_over(cache: KVCache, plan: Plan, device: Device | None) -> Attent
         return TorchAttention(cache, dtype, tiled, torch_device, store_by_kernel)
     gpu = Gpu(device.capability, device.processors) if device else INTERPRETER
     return TritonAttention(cache, dtype, tiled, gpu, torch_device, plan.stores_by_kernel)
+
+
+def _attention_here(host_kv: HostKV, plan: Plan) -> list[AttentionBackend]:
+    """The processor's attention over each cohort, in which `HostKV` stores what is new."""
+    caches = [KVCache(host_kv.pools(cohort), sharing=False) for cohort in range(1, host_kv.count + 1)]
+    return [TorchAttention(each, TORCH_DTYPES[plan.dtype], False, store=_stored_before, native=True) for each in caches]
+
+
+def _stored_before(pool: KVPool, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """A `StoreFunction` where keys and values are in their slots already."""
 
 
 def _store_function(plan: Plan) -> StoreFunction:

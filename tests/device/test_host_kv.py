@@ -24,6 +24,7 @@ WHERE = {"none": (6, 0, 0), "half": (3, 2, 2), "all but one": (1, 3, 2)}
 def check(ran: Any, wanted: Any, there: bool) -> None:
     assert ran.tokens == wanted.tokens
     assert (ran.read, ran.written) == (ran.expected_read, ran.expected_written)
+    assert ran.attended == ran.expected_attended
     assert (ran.read > 0) == (ran.written > 0) == there
 
 
@@ -43,6 +44,25 @@ def test_tokens_are_those_of_a_cache_on_the_device(
     with fake:
         ran = host_kv.run(tiny, plan, fake.device)
     check(ran, wanted, where != "none")
+    assert ran.passes <= wanted.passes + 2
+
+
+@pytest.mark.sample("all but one-gpt_oss-int8", "half-qwen3_moe-fp32", "half-gemma3_text-int4")
+@pytest.mark.parametrize("kv", ["fp32", "bf16", "int8", "int4", "int8/int4"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "gemma3_text", "qwen3_next", "llama"])
+@pytest.mark.parametrize("where", ["half", "all but one"])
+def test_tokens_are_those_of_the_device_where_the_processor_attends(
+    where: str, family: str, kv: str, case: Any, fakes: ModuleType, host_kv: ModuleType
+) -> None:
+    """To cohorts that generate; those with prompts cross the link."""
+    tiny = host_kv.many(case(family), kv)
+    wanted = host_kv.run(tiny, host_kv.hosted(tiny, tiny.plan(None), 6))
+    fake = fakes.FakeDevice(seed=len(family))
+    plan = host_kv.hosted(tiny, tiny.plan(fake.device, 0.0), *WHERE[where], here=True)
+    with fake:
+        ran = host_kv.run(tiny, plan, fake.device)
+    check(ran, wanted, True)
+    assert ran.attended > 0
     assert ran.passes <= wanted.passes + 2
 
 
@@ -224,7 +244,13 @@ def bugs() -> list[str]:
     return list(BUGS)
 
 
-@pytest.mark.sample("late write-back", "last token stale", "table of another cohort", "moved without waiting")
+@pytest.mark.sample(
+    "late write-back",
+    "last token stale",
+    "table of another cohort",
+    "moved without waiting",
+    "attended before it settled",
+)
 @pytest.mark.parametrize("bug", bugs())
 def test_a_bug_on_the_way_is_found(
     bug: str, case: Any, fakes: ModuleType, host_kv: ModuleType, monkeypatch: pytest.MonkeyPatch
@@ -239,7 +265,7 @@ def test_a_bug_on_the_way_is_found(
         fake = fakes.FakeDevice(seed)
         try:
             with fake:
-                plan = host_kv.hosted(tiny, tiny.plan(fake.device, 0.0), *sizes)
+                plan = host_kv.hosted(tiny, tiny.plan(fake.device, 0.0), *sizes, here=needs == "here")
                 ran = host_kv.run(tiny, plan, fake.device, loaded_now=_failing(needs == "fails"))
                 if ran.tokens != wanted.tokens or (ran.read, ran.written) != (ran.expected_read, ran.expected_written):
                     return

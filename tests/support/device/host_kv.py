@@ -41,6 +41,8 @@ class Hosted:
     preemptions: int
     prefix_hits: int
     parked: int
+    attended: int
+    expected_attended: int
 
 
 def many(tiny: tiny_engine.Case, kv: str = "fp32") -> tiny_engine.Case:
@@ -49,14 +51,19 @@ def many(tiny: tiny_engine.Case, kv: str = "fp32") -> tiny_engine.Case:
     return replace(tiny, settings=settings, lengths=LENGTHS, new_tokens=NEW_TOKENS)
 
 
-def hosted(tiny: tiny_engine.Case, plan: Plan, on_device: float, cohorts: int = 0, each: float = 0) -> Plan:
-    """The plan with blocks for `on_device` sequences at their longest, and for `each` in every one of `cohorts`."""
+def hosted(
+    tiny: tiny_engine.Case, plan: Plan, on_device: float, cohorts: int = 0, each: float = 0, here: bool = False
+) -> Plan:
+    """The plan with blocks for `on_device` sequences at their longest, and for `each` in every one of `cohorts`, to
+    which the processor attends if `here`."""
     specs = [KVSpec(group, plan.kv, BLOCK) for group in tiny.source.shape.kv_groups]
 
     def blocks(sequences: float) -> tuple[int, ...]:
         return tuple(round(sequences * spec.blocks_for(tiny.job.longest)) for spec in specs)
 
-    sizes = CohortSizes.of(specs, cohorts, round(cohorts * each), blocks(each), plan.tokens_per_pass)
+    # More than queries of all heads of any tiny model take.
+    row_nbytes = 4096 if here else 0
+    sizes = CohortSizes.of(specs, cohorts, round(cohorts * each), blocks(each), plan.tokens_per_pass, row_nbytes)
     return replace(
         plan,
         kv_block=BLOCK,
@@ -86,15 +93,20 @@ def run(
         sequences = [Sequence(ids, tiny.params(index, 0.0)) for index, ids in enumerate(prompts)]
         for sequence in sequences:
             loaded.engine.add(sequence)
-        read = written = 0
+        read = written = attended = 0
         specs = [pool.spec for pool in loaded.engine.scheduler.cache.pools]
         forward = loaded.model.forward
 
         def counting(batch: Any) -> Any:
-            nonlocal read, written
+            nonlocal read, written, attended
             there = [chunk for chunk in batch.chunks if chunk.sequence.table.cohort]
             if there and plan.host_kv is not None:
-                read += len({chunk.sequence.table.cohort for chunk in there}) * plan.host_kv.cohort_nbytes
+                cohorts = {chunk.sequence.table.cohort for chunk in there}
+                prompts = {chunk.sequence.table.cohort for chunk in there if not chunk.decodes}
+                crossing = prompts if plan.host_kv.rows_nbytes else cohorts
+                read += len(crossing) * plan.host_kv.cohort_nbytes
+                here = sum(chunk.count for chunk in there if chunk.sequence.table.cohort not in crossing)
+                attended += here * sum(len(spec.group.layers) for spec in specs)
                 tokens = sum(chunk.count for chunk in there)
                 written += sum(len(spec.group.layers) * spec.blocks_for(tokens) * spec.record_nbytes for spec in specs)
             return forward(batch)
@@ -114,6 +126,8 @@ def run(
             counts.preemptions,
             counts.prefix_hit_tokens,
             counts.parked,
+            kv.num_attended if kv else 0,
+            attended,
         )
 
 
@@ -224,7 +238,7 @@ def _layer_of_another(patch: Patch) -> None:
 def _rows_of_the_pass(patch: Patch) -> None:
     """The chunks of a cohort keep their rows of the whole pass: the tokens of others are stored for them."""
 
-    def unmoved(cohort: int, batch: Any, chunks: Any) -> Any:
+    def unmoved(cohort: int, batch: Any, chunks: Any, here: bool) -> Any:
         first = chunks[0].begin
         count = chunks[-1].end - first
         moved = tuple(replace(each, begin=(each.begin - first + 1) % max(1, count - each.count + 1)) for each in chunks)
@@ -262,6 +276,57 @@ def _stream_not_emptied(patch: Patch) -> None:
     patch.setattr(ShardStream, "drop", lambda self: None)
 
 
+def _attended_before_it_settled(patch: Patch) -> None:
+    """The processor attends before the pass's own tokens are stored."""
+    attend = HostKV.attend_here
+
+    def early(self: Any, *args: Any) -> torch.Tensor:
+        patch.setattr(HostKV, "settle", lambda self: None)
+        found = attend(self, *args)
+        patch.setattr(HostKV, "settle", settle)
+        return found
+
+    settle = HostKV.settle
+    patch.setattr(HostKV, "attend_here", early)
+
+
+def _queries_not_waited_for(patch: Patch) -> None:
+    """The processor reads queries before they have come down."""
+    attend = HostKV.attend_here
+
+    def early(self: Any, *args: Any) -> torch.Tensor:
+        event = self._device.cuda.Event
+        self._device.cuda.Event = lambda: type("Event", (), {"record": lambda _: None, "synchronize": lambda _: None})()
+        found = attend(self, *args)
+        self._device.cuda.Event = event
+        return found
+
+    patch.setattr(HostKV, "attend_here", early)
+
+
+def _queries_of_another(patch: Patch) -> None:
+    """The processor's rows of a pass are one off."""
+    attend = HostKV.attend_here
+    patch.setattr(HostKV, "attend_here", lambda self, q, rows, run: attend(self, q, rows.roll(1), run))
+
+
+def _results_of_another(patch: Patch) -> None:
+    """A cohort gets the results of the rows before its own."""
+    attend = HostKV.attend_here
+    patch.setattr(HostKV, "attend_here", lambda self, q, rows, run: attend(self, q, rows, run).roll(1, 0))
+
+
+def _cohort_of_another(patch: Patch) -> None:
+    """The processor attends to the next cohort's blocks."""
+    begin = attention.CohortAttention._begin
+
+    def rolled(self: Any, *args: Any) -> None:
+        self._here = [*self._here[1:], self._here[0]]
+        begin(self, *args)
+
+    patch.setattr(attention.CohortAttention, "_begin", rolled)
+
+
 # By name: the bug, and what a run must do for it to show.
 BUGS: dict[str, tuple[Callable[[Patch], None], str]] = {
     "late write-back": (_late_write_back, ""),
@@ -281,4 +346,9 @@ BUGS: dict[str, tuple[Callable[[Patch], None], str]] = {
     "moved without waiting": (_moved_without_waiting, "moves"),
     "keys of another layer": (_wrong_transform, "offsets"),
     "stream not emptied": (_stream_not_emptied, "fails"),
+    "attended before it settled": (_attended_before_it_settled, "here"),
+    "queries not waited for": (_queries_not_waited_for, "here"),
+    "queries of another row": (_queries_of_another, "here"),
+    "results of another row": (_results_of_another, "here"),
+    "blocks of another cohort": (_cohort_of_another, "here"),
 }
