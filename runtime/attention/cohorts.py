@@ -1,7 +1,8 @@
 """Attention of a pass whose sequences lie in several cohorts, one of them on the device (`runtime/kv/host.py`).
 
-Cohorts in host memory cross the link to be attended to, or the processor attends to those that only generate where they
-lie: queries go down, results go up, a hundredth of the bytes or less.
+Cohorts in host memory cross the link to be attended to. Or the processor attends to them where they lie: queries of
+generated tokens go down and results up, a hundredth of the bytes or less. Prompts are the device's then, too: of one
+that begins in the pass nothing is in the cohort yet, and only what has a past crosses.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from .protocol import AttentionBackend, AttentionCall, slots_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """The chunks of a cohort, `batch`, whose rows in the pass are `rows`; `here`: the processor attends to it."""
+    """Chunks of a cohort, `batch`, whose rows in the pass are `rows`; `here`: the processor attends to them."""
 
     cohort: int
     rows: slice
     batch: Batch
-    here: bool = False
+    here: bool
+    crosses: bool
 
 
 class CohortAttention:
@@ -65,7 +67,7 @@ class CohortAttention:
             if part.cohort == 0:
                 results[index] = self.device.attend(call, *of_part, part.batch)
             elif not part.here:
-                with self._host.window(part.cohort, at):
+                with self._host.window(part.cohort, at) if part.crosses else self._host.empty_window(at):
                     results[index] = self._windows.attend(call, *of_part, part.batch)
         if self._slots:
             behind = slice(len(k) - len(self._slots[at.group].cohorts), None)
@@ -91,15 +93,21 @@ class CohortAttention:
         return {index: found[end - part.batch.num_tokens : end] for (index, part), end in zip(here, ends, strict=True)}
 
     def _begin(self, batch: Batch, device: torch.device) -> None:
-        by_cohort = groupby(batch.chunks, key=lambda chunk: chunk.sequence.table.cohort)
-        self._parts = [_part(cohort, batch, tuple(chunks), bool(self._here)) for cohort, chunks in by_cohort]
+        by_part = groupby(batch.chunks, key=self._part_of)
+        self._parts = [_part(*key, batch, tuple(chunks)) for key, chunks in by_part]
         hosted = [part for part in self._parts if part.cohort]
         self._slots = [self._slots_of(hosted, group) for group in range(len(self._cache.pools))] if hosted else []
         layers = [self._cache.layer_indices[layer] for layer in sorted(self._cache.layer_indices)]
-        self._host.begin([part.cohort for part in hosted if not part.here], layers)
+        self._host.begin([part.cohort for part in hosted if part.crosses], layers)
         rows = [torch.arange(part.rows.start, part.rows.stop) for part in hosted if part.here]
         self._rows = torch.cat(rows).to(device) if rows else None
         self._batch = batch
+
+    def _part_of(self, chunk: TokenChunk) -> tuple[int, bool, bool]:
+        """The cohort of a chunk, whether the processor attends to it, and whether its cohort crosses the link."""
+        cohort = chunk.sequence.table.cohort
+        here = cohort > 0 and bool(self._here) and chunk.decodes
+        return cohort, here, cohort > 0 and not here and (not self._here or chunk.past > 0)
 
     def _slots_of(self, parts: list[_Part], group: int) -> TokenSlots:
         block = self._cache.block
@@ -108,9 +116,8 @@ class CohortAttention:
         return TokenSlots(cohorts, slots // block, slots % block)
 
 
-def _part(cohort: int, batch: Batch, chunks: tuple[TokenChunk, ...], here: bool) -> _Part:
-    """The chunks as a batch of their own, as far as attention reads it; prompts are the device's."""
+def _part(cohort: int, here: bool, crosses: bool, batch: Batch, chunks: tuple[TokenChunk, ...]) -> _Part:
+    """The chunks as a batch of their own, as far as attention reads it."""
     first = chunks[0].begin
     moved = tuple(replace(chunk, begin=chunk.begin - first) for chunk in chunks)
-    here = here and cohort > 0 and all(chunk.decodes for chunk in chunks)
-    return _Part(cohort, slice(first, chunks[-1].end), replace(batch, chunks=moved), here)
+    return _Part(cohort, slice(first, chunks[-1].end), replace(batch, chunks=moved), here, crosses)

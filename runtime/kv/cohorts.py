@@ -63,6 +63,11 @@ class CohortSizes:
         return self.window_nbytes + self.staging_nbytes
 
     @property
+    def empty_nbytes(self) -> int:
+        """Bytes of the windows that are for prompts that begin, in which nothing arrives."""
+        return self.window_nbytes // WINDOWS if self.rows_nbytes else 0
+
+    @property
     def cohort_nbytes(self) -> int:
         """Bytes that cross the link for a cohort in a pass."""
         return self.nbytes // self.count

@@ -117,9 +117,13 @@ class HostKV:
         """`pools` are the device's, by layer group."""
         self._device, self._sizes, self._store, self._memory = device, sizes, store, memory
         self._pools, self._specs = pools, [pool.spec for pool in pools]
-        ring = device.allocate(sizes.window_nbytes)
+        # Where the processor attends, few cohorts cross, and one window is for prompts that begin.
+        nbytes = sizes.window_nbytes - sizes.empty_nbytes
+        # What no token was stored in must not be NaN.
+        self._empty = device.allocate(sizes.empty_nbytes).zero_()
+        ring = device.allocate(nbytes)
         lane = CudaLane(device.cuda, memory.slab.bytes, memory.pinned, ring)
-        self._stream: ShardStream[torch.Tensor] = ShardStream(lane, Ring(sizes.window_nbytes), ring)
+        self._stream: ShardStream[torch.Tensor] = ShardStream(lane, Ring(nbytes), ring)
         self.windows = [
             LayerWindow(pool, ring[: count * pool.spec.record_nbytes])
             for pool, count in zip(pools, sizes.blocks, strict=True)
@@ -194,6 +198,12 @@ class HostKV:
             yield
         finally:
             self._stream.done(arrival)
+
+    @contextmanager
+    def empty_window(self, at: LayerIndex) -> Iterator[None]:
+        """While entered, the window of the group has blocks that nothing was brought to, for prompts that begin."""
+        self.windows[at.group].bind(self._empty[: self._shard(1, at).nbytes])
+        yield
 
     def write(self, at: LayerIndex, slots: TokenSlots, k: torch.Tensor, v: torch.Tensor) -> None:
         """Sends k, v [n, H, D] of a layer to the host, into `slots`; they are there after `settle`."""

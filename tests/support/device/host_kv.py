@@ -101,12 +101,11 @@ def run(
             nonlocal read, written, attended
             there = [chunk for chunk in batch.chunks if chunk.sequence.table.cohort]
             if there and plan.host_kv is not None:
-                cohorts = {chunk.sequence.table.cohort for chunk in there}
-                prompts = {chunk.sequence.table.cohort for chunk in there if not chunk.decodes}
-                crossing = prompts if plan.host_kv.rows_nbytes else cohorts
+                here = [chunk for chunk in there if plan.host_kv.rows_nbytes and chunk.decodes]
+                begun = [chunk for chunk in there if plan.host_kv.rows_nbytes and chunk not in here and not chunk.past]
+                crossing = {chunk.sequence.table.cohort for chunk in there if chunk not in here + begun}
                 read += len(crossing) * plan.host_kv.cohort_nbytes
-                here = sum(chunk.count for chunk in there if chunk.sequence.table.cohort not in crossing)
-                attended += here * sum(len(spec.group.layers) for spec in specs)
+                attended += sum(chunk.count for chunk in here) * sum(len(spec.group.layers) for spec in specs)
                 tokens = sum(chunk.count for chunk in there)
                 written += sum(len(spec.group.layers) * spec.blocks_for(tokens) * spec.record_nbytes for spec in specs)
             return forward(batch)
@@ -238,11 +237,11 @@ def _layer_of_another(patch: Patch) -> None:
 def _rows_of_the_pass(patch: Patch) -> None:
     """The chunks of a cohort keep their rows of the whole pass: the tokens of others are stored for them."""
 
-    def unmoved(cohort: int, batch: Any, chunks: Any, here: bool) -> Any:
+    def unmoved(cohort: int, here: bool, crosses: bool, batch: Any, chunks: Any) -> Any:
         first = chunks[0].begin
         count = chunks[-1].end - first
         moved = tuple(replace(each, begin=(each.begin - first + 1) % max(1, count - each.count + 1)) for each in chunks)
-        return attention._Part(cohort, slice(first, chunks[-1].end), replace(batch, chunks=moved))
+        return attention._Part(cohort, slice(first, chunks[-1].end), replace(batch, chunks=moved), here, crosses)
 
     patch.setattr(attention, "_part", unmoved)
 
@@ -327,6 +326,12 @@ def _cohort_of_another(patch: Patch) -> None:
     patch.setattr(attention.CohortAttention, "_begin", rolled)
 
 
+def _past_not_brought(patch: Patch) -> None:
+    """The rest of a prompt attends to a window in which its beginning is not."""
+    part_of = attention.CohortAttention._part_of
+    patch.setattr(attention.CohortAttention, "_part_of", lambda self, chunk: (*part_of(self, chunk)[:2], False))
+
+
 # By name: the bug, and what a run must do for it to show.
 BUGS: dict[str, tuple[Callable[[Patch], None], str]] = {
     "late write-back": (_late_write_back, ""),
@@ -351,4 +356,5 @@ BUGS: dict[str, tuple[Callable[[Patch], None], str]] = {
     "queries of another row": (_queries_of_another, "here"),
     "results of another row": (_results_of_another, "here"),
     "blocks of another cohort": (_cohort_of_another, "here"),
+    "past not brought": (_past_not_brought, "here"),
 }
