@@ -461,9 +461,10 @@ class StreamedWeights:
         deque(self._passing, maxlen=0)
 
     def close(self) -> None:
+        # Which waits for the device: it may still copy rows.
+        self._lanes.close()
         if self.experts.host is not None:
             self.experts.host.close()
-        self._lanes.close()
         if self._store is not None:
             # Best effort: the store may belong to another user, and the disk may be full.
             with suppress(OSError):

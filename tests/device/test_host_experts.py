@@ -88,6 +88,17 @@ def test_the_cpu_does_not_show_in_the_tokens(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("quant", ["int4", "mxfp4"])
+def test_tokens_of_bfloat16_stay(quant: str, case: Any, fakes: ModuleType) -> None:
+    """Rounded elsewhere than on the device: these tokens are not near another."""
+    tiny = case("qwen3_moe")
+    tiny = replace(tiny, settings=replace(tiny.settings, dtype="bf16", kv="bf16", quant=quant))
+    without, ran = (run(tiny, fakes, 0.5, None, each, on_disk=False) for each in (None, SOME))
+    assert ran.by_host[0].experts
+    assert ran.tokens == without.tokens
+
+
+@pytest.mark.slow
 def test_preempted_sequences_go_on_as_if_nothing_had_happened(case: Any, fakes: ModuleType) -> None:
     """A cache with room for two of four sequences at their longest, and passes that are divided with the CPU."""
     tiny = case("qwen3_moe")
