@@ -206,6 +206,9 @@ def _head(found: Mapping[str, Any]) -> Iterator[str]:
         f"{_held(found)}"
     )
     yield from _host_kv(found)
+    if rate := found["without_cpu_experts"]:
+        by_cpu = found["prediction"]["cpu_experts"]
+        yield f"the CPU computes some {by_cpu:,.0f} experts a pass beside the link; --cpu-experts off: {speed(rate)}"
     yield f"to compute: {Kernels(**found['kernels'])}"
     if plan["free_tokens"]:
         yield f"drafts tokens that repeat a text: passes of up to {plan['free_tokens'][-1]:,} tokens take as long"

@@ -202,12 +202,19 @@ def document(
         "points": [asdict(point) for point in points],
         "suggestions": [asdict(suggestion) for suggestion in suggestions],
         "without_host_kv": _without_host_kv(result),
+        "without_cpu_experts": _without_cpu_experts(result),
     }
 
 
 def _without_host_kv(result: PlanResult) -> float | None:
     """Generated tokens per second with all keys and values on the device; None where they are, or do not fit there."""
     other = attempt(result.request.with_settings(host_kv="off")) if result.plan.host_kv else None
+    return None if other is None else other.prediction.generated_tok_s
+
+
+def _without_cpu_experts(result: PlanResult) -> float | None:
+    """Generated tokens per second with all experts computed by the device; None where they are."""
+    other = attempt(result.request.with_settings(cpu_experts="off")) if result.plan.cpu_experts else None
     return None if other is None else other.prediction.generated_tok_s
 
 

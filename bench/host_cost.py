@@ -216,7 +216,7 @@ class Layers:
     def run(self, groups: list[ExpertGroups]) -> None:
         """One pass."""
         for layer, chosen in enumerate(groups):
-            for arrived in self.cache.fetch(layer, chosen, self.hidden):
+            for arrived in self.cache.fetch(layer, chosen, self.hidden, self.hidden):
                 for one in arrived:
                     one.finish()
 

@@ -5,11 +5,15 @@ the planner predicts with it what the engine does.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+
+# Of a pass that has more tokens, and for rows beyond these, the CPU computes nothing: memory for them is page-locked.
+MOST_TOKENS, MOST_ROWS = 128, 1024
 
 
-class ExpertSeconds(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ExpertSeconds:
     """Seconds that an expert keeps the link busy; the CPU at least, to read it beside that link, and for each row; and
     those that a layer takes in which the CPU computes any."""
 
@@ -18,7 +22,7 @@ class ExpertSeconds(NamedTuple):
     row_s: float
     layer_s: float
 
-    def on_cpu(self, rows: int) -> float:
+    def on_cpu(self, rows: float) -> float:
         """Seconds of one expert."""
         return max(self.read_s, rows * self.row_s)
 

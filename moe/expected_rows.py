@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from math import comb
+
 
 def expected_union(tokens: float, per_token: int, num_experts: int) -> float:
     """The expected number of experts of a layer that at least one of `tokens` independent tokens wants.
@@ -32,3 +35,15 @@ def most_rows(num_tokens: int, per_token: int, num_experts: int) -> int:
     """The largest number of rows that all experts of a layer compute together, padding included."""
     assigned = num_tokens * per_token
     return assigned + min(num_experts, assigned) * ROW_MULTIPLE
+
+
+@lru_cache(8192)
+def wanted_rows(tokens: int, probability: float, experts: int) -> tuple[int, ...]:
+    """How many of `tokens` independent tokens want each of the `experts` that any wants, ascending: as often as is
+    expected."""
+    rows: list[int] = []
+    expected = 0.0
+    for count in range(1, tokens + 1):
+        expected += experts * comb(tokens, count) * probability**count * (1 - probability) ** (tokens - count)
+        rows += [count] * max(0, round(expected) - len(rows))
+    return tuple(rows)

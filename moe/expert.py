@@ -27,14 +27,15 @@ from .routing_stats import RoutingStats
 class ExpertGroups:
     """Assignments sorted by expert: expert e owns rows offsets[e] to offsets[e + 1]; the last of them are padding.
 
-    `token_ids` [P] is the token of each row; padding rows repeat token 0. `assignment_rows` [S] is the row of
-    assignment t * A + a. `expert_ids` [T, A] is what the router chose, `counts` [E] the number of tokens that chose
-    each expert. `foreseen` is what came to the host with the ids (`ExpertSource.foresee`).
+    `token_ids` [P] is the token of each row; padding rows repeat token 0; `host_token_ids` are the same in host memory.
+    `assignment_rows` [S] is the row of assignment t * A + a. `expert_ids` [T, A] is what the router chose, `counts` [E]
+    the number of tokens that chose each expert. `foreseen` came to the host with the ids (`ExpertSource.foresee`).
     """
 
     expert_ids: torch.Tensor
     counts: list[int]
     token_ids: torch.Tensor
+    host_token_ids: torch.Tensor
     assignment_rows: torch.Tensor
     offsets: tuple[int, ...]
     foreseen: tuple[torch.Tensor, ...] = ()
@@ -73,9 +74,11 @@ def group_by_expert(
     both = np.zeros(offsets[-1] + len(ids), np.int64)
     both[rows] = order // expert_ids.shape[1]
     both[offsets[-1] + order] = rows
-    there = upload(torch.from_numpy(both), expert_ids.device)
+    here = torch.from_numpy(both)
+    there = upload(here, expert_ids.device)
     came = host[len(chosen) :].chunk(2) if foreseen else ()
-    return ExpertGroups(expert_ids, counts.tolist(), there[: offsets[-1]], there[offsets[-1] :], offsets, came)
+    by_row, by_choice = there[: offsets[-1]], there[offsets[-1] :]
+    return ExpertGroups(expert_ids, counts.tolist(), by_row, here[: offsets[-1]], by_choice, offsets, came)
 
 
 def combine(rows: torch.Tensor, assignment_rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -244,12 +247,13 @@ class ExpertSource(Protocol):
 
     def foresee(self, hidden: torch.Tensor, per_token: int) -> tuple[torch.Tensor, ...]:
         """Experts that the next layer may want, and their scores, both [T, A], on the device of `hidden` [T, D], where
-        a token chooses `per_token`; nothing where nobody asks."""
+        a token chooses `per_token`; nothing where nobody asks. Called before the layer's own choices are waited for."""
 
-    def fetch(self, groups: ExpertGroups, hidden: torch.Tensor) -> Iterator[list[ResidentExpert]]:
+    def fetch(self, groups: ExpertGroups, hidden: torch.Tensor, rows: torch.Tensor) -> Iterator[list[ResidentExpert]]:
         """Yields the experts that `groups` want as they become usable, first all that are held.
 
-        `hidden` [T, D] are the states of the tokens. The caller may ask for the next list while it still computes
+        `hidden` [T, D] are the states of the tokens. Of experts that are not yielded the source has computed the rows
+        [P, D] of `groups` itself when the iterator ends. The caller may ask for the next list while it still computes
         earlier ones, the first excepted; their weights stay until they are finished.
         """
 
@@ -295,7 +299,7 @@ def compute_experts(
             one.finish()
         return []
 
-    fetched = experts.fetch(groups, hidden)
+    fetched = experts.fetch(groups, hidden, rows)
     remaining = ungrouped(next(fetched, []))
     if body.forward_by_kernel(hidden, rows, groups, remaining, compute):
         for one in remaining:
@@ -322,6 +326,6 @@ class HeldExperts:
     def foresee(self, hidden: torch.Tensor, per_token: int) -> tuple[torch.Tensor, ...]:
         return ()
 
-    def fetch(self, groups: ExpertGroups, hidden: torch.Tensor) -> Iterator[list[ResidentExpert]]:
+    def fetch(self, groups: ExpertGroups, hidden: torch.Tensor, rows: torch.Tensor) -> Iterator[list[ResidentExpert]]:
         self.stats.count(self.layer, len(groups.expert_ids), groups.counts)
         yield [ResidentExpert(expert_id, self.experts[expert_id]) for expert_id in groups.wanted]

@@ -14,6 +14,7 @@ import torch
 
 from ..offload.stream.stream import Arrival, ShardKey
 from .expert import ExpertGroups, ExpertWeights, OneShotEvent, ResidentExpert
+from .host_experts import HostExperts
 from .routing_stats import RoutingStats
 from .streaming_mode import Mode
 from .streaming_order import ForecastCounts, StreamingOrder
@@ -178,8 +179,12 @@ class StreamingExpertCache:
     enough evicts a held one.
     """
 
-    def __init__(self, stats: RoutingStats, order: StreamingOrder, slots: ExpertSlots) -> None:
+    def __init__(
+        self, stats: RoutingStats, order: StreamingOrder, slots: ExpertSlots, host: HostExperts | None = None
+    ) -> None:
+        """`host` computes some experts by the CPU, which then do not stream."""
         self._stats = stats
+        self.host = host
         self.order = order
         self._slots = slots
         # In the order in which they arrived, which is the order of the ring.
@@ -190,7 +195,9 @@ class StreamingExpertCache:
         """Passes so far do not belong to the job."""
         self.counts, self.order.forecast.counts = CacheCounts(), ForecastCounts()
 
-    def fetch(self, layer: int, groups: ExpertGroups, hidden: torch.Tensor) -> Iterator[list[ResidentExpert]]:
+    def fetch(
+        self, layer: int, groups: ExpertGroups, hidden: torch.Tensor, rows: torch.Tensor
+    ) -> Iterator[list[ResidentExpert]]:
         """Yields the experts that `groups` want as they become usable: first the held ones, then those that arrive.
 
         Compute the first list before asking for the next one: held experts may be evicted afterwards.
@@ -198,7 +205,10 @@ class StreamingExpertCache:
         wanted = set(groups.wanted)
         self._begin(layer, groups)
         self.order.request_ahead()
-        held = self.order.request_missing(layer, wanted)
+        divide = self.host.divider(layer, groups) if self.host else None
+        held, apart = self.order.request_missing(layer, wanted, divide)
+        if self.host and apart:
+            self.host.begin(layer, groups, sorted(apart))
         self.counts.hits += len(held)
         self.order.guess_next(groups.foreseen or self.order.foresee(layer, hidden, groups.expert_ids.shape[1]))
         self.order.request_ahead()
@@ -208,6 +218,8 @@ class StreamingExpertCache:
             self._release(wait=not self.order.is_ready)
             yield self._hand_out(self.order.arrivals(), wanted)
         self._release(wait=True)
+        if self.host:
+            self.host.finish(rows)
 
     def _begin(self, layer: int, groups: ExpertGroups) -> None:
         if self._computing:
@@ -259,7 +271,9 @@ class StreamedExperts:
     cache: StreamingExpertCache
 
     def foresee(self, hidden: torch.Tensor, per_token: int) -> tuple[torch.Tensor, ...]:
+        if self.cache.host is not None:
+            self.cache.host.expect(self.layer, hidden)
         return self.cache.order.foresee(self.layer, hidden, per_token)
 
-    def fetch(self, groups: ExpertGroups, hidden: torch.Tensor) -> Iterator[list[ResidentExpert]]:
-        return self.cache.fetch(self.layer, groups, hidden)
+    def fetch(self, groups: ExpertGroups, hidden: torch.Tensor, rows: torch.Tensor) -> Iterator[list[ResidentExpert]]:
+        return self.cache.fetch(self.layer, groups, hidden, rows)

@@ -179,11 +179,13 @@ class StreamingOrder:
         latency: RouterLatency,
         most_ahead: int,
         forced: Mode | None = None,
+        most_divided: int = 0,
     ) -> None:
         """`held` returns the experts of a layer that need no fetch now.
 
         `most_ahead` is the number of pending fetches that keeps the lane busy until a router has chosen. `forced` is
-        the mode of every layer and pass; None: each layer has the cheapest one.
+        the mode of every layer and pass; None: each layer has the cheapest one. In passes of up to `most_divided`
+        tokens not all missing experts are to arrive.
         """
         self._queue = queue
         self._held = held
@@ -191,6 +193,7 @@ class StreamingOrder:
         self.forecast = forecast
         self.latency = latency
         self._most_ahead = most_ahead
+        self._most_divided = most_divided
         self._layers = list(forecast.stats.layers)
         self._positions = {layer: position for position, layer in enumerate(self._layers)}
         self._tokens = 0
@@ -227,15 +230,25 @@ class StreamingOrder:
         for layer in self._layers:
             waits = self.latency.mean(tokens, layer == self._layers[0])
             precision, stats = self.forecast.precision(layer), self.forecast.stats
-            self._mode[layer] = self._forced or choose_mode(stats, layer, tokens, self._held(layer), waits, precision)
+            mode = choose_mode(stats, layer, tokens, self._held(layer), waits, precision)
+            divided = mode is Mode.ALL and tokens <= self._most_divided
+            self._mode[layer] = self._forced or (Mode.WANTED if divided else mode)
 
-    def request_missing(self, layer: int, wanted: set[int]) -> set[int]:
+    def request_missing(
+        self, layer: int, wanted: set[int], divide: Callable[[set[int], int], set[int]] | None = None
+    ) -> tuple[set[int], set[int]]:
         """Requests the `wanted` experts that are neither held nor pending, and cancels fetches of unwanted ones.
 
-        Returns the wanted experts that are held.
+        Returns the wanted experts that are held, and those that need not arrive: what `divide` chooses of the missing
+        ones, beside a number of others that are on their way.
         """
+        held, apart = wanted & self._held(layer), set[int]()
+        if divide is not None:
+            self._queue.keep(self._turn, ())
+            begun = self._queue.experts(self._turn)
+            apart = divide(wanted - held - begun, len(begun))
+            wanted = wanted - apart
         requested = self._queue.experts(self._turn)
-        held = wanted & self._held(layer)
         if self._mode[layer] is not Mode.ALL and not requested <= wanted:
             self._queue.keep(self._turn, wanted)
         if self._mode[layer] is Mode.FORECAST:
@@ -243,7 +256,7 @@ class StreamingOrder:
             self.forecast.count(self._queue.experts(self._turn), wanted - held, idle)
         self._request(self._turn, sorted(wanted - requested - held))
         self._ahead = max(self._ahead, self._turn + 1)
-        return held
+        return held, apart
 
     def request_ahead(self) -> None:
         """Requests experts of later layers, those of the next pass included, until enough fetches are pending."""

@@ -298,7 +298,8 @@ class ShardStream(Generic[View_co]):
             and first.file is None
             and shard.file is None
             and shard.offset - first.offset == slot.offset - begin.offset
-            and slot.end - begin.offset <= most
+            # A slot before the first, where the ring wraps, is no neighbour, even if its shard lies as far before.
+            and 0 < slot.end - begin.offset <= most
         )
 
     def _reserve(self, shard: Shard) -> Slot | None:

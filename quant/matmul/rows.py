@@ -12,10 +12,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..formats.format import ROWS, TILE_COLUMNS, Layout
+from ..formats.format import Layout
 from ..kernels.operands import Gate
 from ..native.library import CONSTANTS, ENUMS, NativeRowJob, NativeRowMatrix, NativeRowMixture, available, function
 from ..tensor import PackedTensor
+from .row_layouts import readable
 from .tiled import ACTIVATIONS, ExpertRows, OnThreads
 
 # Rows of an expert that are computed together; more are several jobs.
@@ -26,16 +27,7 @@ _Counters = c_int64 * CONSTANTS["counters"]
 
 def takes(up: Layout, down: Layout, gate: Gate | None) -> bool:
     """Whether `multiply_experts` computes experts of such matrices."""
-    if gate is None or gate.activation not in ACTIVATIONS or not available() or up.shape[0] != 2 * down.shape[1]:
-        return False
-    return all(_takes(each) for each in (up, down))
-
-
-def _takes(layout: Layout) -> bool:
-    known = layout.codes == "none" or layout.codes in ENUMS["codes"]
-    whole = layout.shape[1] % TILE_COLUMNS == 0 == layout.group % TILE_COLUMNS
-    few = layout.shape[1] // layout.group <= CONSTANTS["row_groups"]
-    return layout.order == ROWS and known and layout.codes != "int3" and whole and few and not layout.block
+    return gate is not None and gate.activation in ACTIVATIONS and available() and readable(up, down)
 
 
 def scratch_numbers(up: Layout, down: Layout) -> int:

@@ -195,7 +195,10 @@ def check(
             quant, dtype = precision(engine.source, quant, dtype)
         encoded = _encode(engine, prompts or PROMPTS)
         native = dtype if dtype != "auto" else engine.source.recipe.get("dtype", engine.source.shape.dtype)
-        settings = Settings(quant=quant, dtype=dtype, kv=native, compute=compute, deterministic=deterministic)
+        # Experts are compared as a device gets them.
+        settings = Settings(
+            quant=quant, dtype=dtype, kv=native, compute=compute, deterministic=deterministic, cpu_experts="off"
+        )
         traced = _trace(engine, encoded, settings, chosen)
         # Its memory is the reference's now; the small files of a GGUF file stay.
         engine.close_engines()

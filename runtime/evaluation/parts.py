@@ -134,8 +134,8 @@ class _WatchedExperts:
         self._missing = given[0].new_full(given[0].shape[1:], torch.nan, dtype=torch.float32)
         self._tokens = torch.linspace(0, len(given[0]) - 1, min(_ROWS, len(given[0]))).long()
 
-    def fetch(self, groups: ExpertGroups, hidden: Tensor) -> Iterator[list[ResidentExpert]]:
-        for residents in self._source.fetch(groups, hidden):
+    def fetch(self, groups: ExpertGroups, hidden: Tensor, rows: Tensor) -> Iterator[list[ResidentExpert]]:
+        for residents in self._source.fetch(groups, hidden, rows):
             for one in residents:
                 self._compute(one, groups, hidden)
             yield residents

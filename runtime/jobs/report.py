@@ -73,6 +73,8 @@ def experts(loaded: LoadedEngine, total: int) -> Experts:
     found.hit_rate = counts.hits / counts.wanted if counts.wanted else None
     found.modes = {str(mode): count for mode, count in sorted(counts.turns.items())}
     found.forecast = _forecast(cache.order.forecast, cache.order.latency)
+    if host := ours.host:
+        found.by_cpu, found.cpu_s = host.counts.experts, host.counts.seconds
     return found
 
 

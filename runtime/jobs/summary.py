@@ -15,9 +15,9 @@ from typing import Annotated, Any, Self
 from annotated_types import Ge, Le
 
 from ...offload.atomic_file import own_name, write_atomically
-from ..plan.cost_model import Resource
 from ..plan.fallback import Fallback
 from ..plan.kernels import Kernels
+from ..plan.prediction import Resource
 from .journal.state import Counts
 
 SCHEMA = "moedge.run/10"
@@ -217,7 +217,8 @@ class Forecast:
 
 @dataclass(slots=True)
 class Experts:
-    """`union_by_layer` is by layer with experts; `modes` counts layers of passes by how they were streamed."""
+    """`union_by_layer` is by layer with experts; `modes` counts layers of passes by how they were streamed. Beside a
+    GPU the CPU computed experts `by_cpu` times, in `cpu_s` seconds, and these did not cross the link."""
 
     held: Count | None = None
     total: Count | None = None
@@ -228,6 +229,8 @@ class Experts:
     unwanted: Count | None = None
     swaps: Count | None = None
     modes: Mapping[str, Count] | None = None
+    by_cpu: Count | None = None
+    cpu_s: Amount | None = None
     forecast: Forecast = field(default_factory=Forecast)
 
 

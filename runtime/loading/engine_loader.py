@@ -64,6 +64,7 @@ from ..plan.candidate import CPU_SAMPLER_NBYTES, GRAPH_ROWS, GRAPH_SIZES, SAMPLE
 from ..plan.fallback import FallbackPolicy
 from ..plan.kernels import FUSED_DECODER, FUSED_LAYERS, GRAPHS, SEAMS, Kernels, product_kernels
 from ..plan.memory_ledger import (
+    CPU_EXPERTS,
     FUSED,
     HOST_KV,
     KV_CACHE,
@@ -453,6 +454,8 @@ class Loading:
         if self.plan.staging is not None:
             # The host memory that serves a device.
             ledger.record("host", STAGED, self.memory.slab.nbytes)
+            if self.plan.cpu_experts is not None:
+                ledger.record("host", CPU_EXPERTS, streamed.experts.host_nbytes)
             ledger.record("host", PARKED, sum(slot.numel() for group in parking.slots for slot in group))
         return ledger
 

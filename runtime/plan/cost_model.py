@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Literal, Self
+from typing import Self
 
+from ...moe.division import MOST_TOKENS, ExpertSeconds
 from ...moe.expected_rows import padded_rows, wanted_by
 from ...offload.machine.profile import ATTENTION, DRAWING, HEADS, LATENTS, TOGETHER
 from ...quant.formats.format import CODE_BITS, get_format
@@ -20,11 +21,13 @@ from ..settings.settings import DeviceBudget
 from ..shape.model_shape import ExpertsShape, Matrix, ModelShape
 from ..shape.shards import ModelShards, model_shards
 from .candidate import GRAPH_ROWS, Candidate, WeightFootprint, fuses, may_fuse
+from .cpu_experts import DividedExperts, expert_seconds
 from .hosting import Room
 from .loading_cost import LoadingCost, Prepared, least_loading_s, loading_cost
 from .pass_bytes import HostKVBytes, StreamedWeightBytes
 from .placement import DEEP_RING_EXPERTS, Placement, Plan, Workload, largest_expert
-from .presets import SHARED_HEADS, beside_layers_s, head_size, host_kv_s, layer_share, small_kernels_s
+from .prediction import RESOURCES, Prediction, Resource
+from .presets import CPU_LAYER_S, SHARED_HEADS, beside_layers_s, head_size, host_kv_s, layer_share, small_kernels_s
 from .rates import INTEGERS, WIDE, Curve, Rates
 
 # Bytes that a layer moves on a device for each number of the hidden states, beside its products: some 25 times.
@@ -70,7 +73,8 @@ class _PassCost:
     """Seconds that a pass keeps each resource busy, which overlap, and the bytes that cross links.
 
     `host_s` are of the thread that drives a device: on a CPU all is in `compute_s`. `unhidden` is the share of the
-    shorter of disk and compute that overlaps with nothing.
+    shorter of disk and compute that overlaps with nothing. `cpu_s` are of the cores that compute `cpu_experts` beside a
+    device.
     """
 
     disk_s: float
@@ -80,6 +84,8 @@ class _PassCost:
     disk_nbytes: float
     link_nbytes: float
     unhidden: float
+    cpu_s: float = 0.0
+    cpu_experts: float = 0.0
 
 
 class _LayerKind:
@@ -153,6 +159,7 @@ class _PassCosts:
             model.shape, model.shards, plan.placement if staging is None else staging.placement
         )
         self._link = None if staging is None else StreamedWeightBytes(model.shape, model.shards, plan.placement)
+        self._divided = DividedExperts(model.shape, model.shards, plan.placement, plan.cpu_experts)
         # On a device it was not measured.
         self._unhidden = _unhidden_share(model.shards, plan.placement) if staging is None else 0.0
         self._host_kv = HostKVBytes(plan.host_kv, plan.kv_blocks, plan.max_sequences, len(model.shape.layers))
@@ -166,13 +173,17 @@ class _PassCosts:
     def cost(self, load: _PassLoad) -> _PassCost:
         disk, link = self._disk.nbytes(load.tokens), self._link.nbytes(load.tokens) if self._link else 0
         compute, host = self._computing.seconds(load)
-        arriving = (self._link or self._disk).arrivals(load.tokens) * self._rates.overheads.arrival_s
+        by_cpu = self._divided.of(load.tokens)
+        link = max(0.0, link - by_cpu.nbytes)
+        arrivals = max(0.0, (self._link or self._disk).arrivals(load.tokens) - by_cpu.experts)
+        arriving = arrivals * self._rates.overheads.arrival_s + by_cpu.layers * CPU_LAYER_S
         compute, host = (compute, host + arriving) if self._link else (compute + arriving, host)
         cohorts = self._host_kv.cohorts(load.sequences)
         keys = cohorts * self._host_kv.cohort_nbytes
         disk_s, link_s = disk / self._rates.disk_bytes_s, link * self._link_s + keys * self._kv_s
         driven, computed = host_kv_s(cohorts, self._host_kv.layers)
-        return _PassCost(disk_s, link_s, compute + computed, host + driven, disk, link + keys, self._unhidden)
+        host_s, rest = host + driven, (by_cpu.seconds, by_cpu.experts)
+        return _PassCost(disk_s, link_s, compute + computed, host_s, disk, link + keys, self._unhidden, *rest)
 
 
 def _unhidden_share(shards: ModelShards, placement: Placement) -> float:
@@ -315,50 +326,6 @@ class _GroupReads:
         return cls(len(group.layers), group.window, numel, token_nbytes, group.absorbed_width, expanding_numel)
 
 
-Resource = Literal["disk", "link", "compute", "host"]
-RESOURCES: tuple[Resource, ...] = ("disk", "link", "compute", "host")
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """The time of the whole job: `seconds` to generate after `loading_s`, in which `written_nbytes` go to disk.
-
-    `busy_s` is by resource, while generating; passes wait for the `bottleneck`. Assumes that answers have `max_tokens`
-    tokens and that prompts share no prefix.
-    """
-
-    seconds: float
-    prompt_tok_s: float
-    generated_tok_s: float
-    passes: float
-    sequences: float
-    bottleneck: Resource
-    busy_s: Mapping[str, float]
-    disk_nbytes: float
-    link_nbytes: float
-    loading_s: float = 0.0
-    written_nbytes: int = 0
-
-    @property
-    def total_s(self) -> float:
-        """Seconds from the start to the last answer."""
-        return self.loading_s + self.seconds
-
-    def corrected(self, factor: float, loading: float = 1.0) -> Self:
-        """The same where generating takes `factor` times as long, and loading `loading` times."""
-        return replace(
-            self,
-            seconds=self.seconds * factor,
-            prompt_tok_s=self.prompt_tok_s / factor,
-            generated_tok_s=self.generated_tok_s / factor,
-            busy_s={name: busy * factor for name, busy in self.busy_s.items()},
-            loading_s=self.loading_s * loading,
-        )
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
 # How many equal passes, and what each of them has.
 _Phase = tuple[float, _PassLoad]
 
@@ -375,17 +342,18 @@ def _predict(model: _ModelWork, plan: Plan, job: Workload, rates: Rates, factors
     }
     total = sum(passes * _pass_seconds(cost, factors) for passes, cost in costed)
     waited = {name: sum(passes for passes, cost in costed if _bottleneck(cost, factors) == name) for name in RESOURCES}
-    generated = job.mean_generated * job.sequences
+    generated, passes = job.mean_generated * job.sequences, sum(passes for passes, _ in costed)
     return Prediction(
         seconds=total,
         prompt_tok_s=job.mean_prompt * job.sequences / total,
         generated_tok_s=generated / total,
-        passes=sum(passes for passes, _ in costed),
+        passes=passes,
         sequences=live,
         bottleneck=max(RESOURCES, key=lambda name: (waited[name], busy[name])),
         busy_s=busy,
         disk_nbytes=sum(passes * cost.disk_nbytes for passes, cost in costed),
         link_nbytes=sum(passes * cost.link_nbytes for passes, cost in costed),
+        cpu_experts=sum(each * cost.cpu_experts for each, cost in costed) / passes,
     )
 
 
@@ -475,13 +443,14 @@ def _bottleneck(cost: _PassCost, factors: Mapping[str, float]) -> Resource:
 @dataclass(frozen=True, slots=True)
 class _Passes:
     """`count` equal passes of `sequences`: seconds that each computes, those of the host thread, and the least share of
-    the weights not held that it reads."""
+    the weights not held that it reads; `few`: the CPU may compute some."""
 
     count: float
     compute_s: float
     host_s: float
     wanted: float
     sequences: float
+    few: bool
 
 
 class CostModel:
@@ -500,6 +469,7 @@ class CostModel:
         self.factors = factors or {}
         self._weights: dict[tuple[object, ...], WeightFootprint] = {}
         self._works: dict[tuple[str, str], _ModelWork] = {}
+        self._experts: dict[tuple[str, str], ExpertSeconds | None] = {}
         self._passes: dict[tuple[object, ...], list[_Passes]] = {}
 
     def weights(self, quant: str, dtype: str, deterministic: bool, granted: DeviceBudget | None) -> WeightFootprint:
@@ -508,6 +478,12 @@ class CostModel:
         if key not in self._weights:
             self._weights[key] = WeightFootprint(self.shape, quant, dtype, deterministic, granted)
         return self._weights[key]
+
+    def expert_seconds(self, quant: str, dtype: str) -> ExpertSeconds | None:
+        """Seconds of an expert on the link and on the CPU; None where the CPU computes none."""
+        if (quant, dtype) not in self._experts:
+            self._experts[quant, dtype] = expert_seconds(self.shape, quant, dtype, self.rates)
+        return self._experts[quant, dtype]
 
     def predict(self, plan: Plan, workload: Workload, prepared: Prepared = NOTHING_PREPARED) -> Prediction:
         """The predicted time of the job under the plan, if `prepared` weights exist already."""
@@ -541,11 +517,12 @@ class CostModel:
         room: Room,
         workload: Workload,
         prepared: Prepared = NOTHING_PREPARED,
+        cpu: ExpertSeconds | None = None,
     ) -> float:
         """No plan of the candidate is predicted to take less, where its sequences have that room.
 
         At best all bytes that are left hold weights and no resource waits for another. Of the other weights every pass
-        reads at least the share that it wants of the experts that are wanted least.
+        reads at least the share that it wants of the experts that are wanted least, or a CPU computes some of these.
         """
         weights, rates, factors = candidate.weights, self.rates, self.factors
         missing = max(0, weights.nbytes - room.free_nbytes)
@@ -553,6 +530,7 @@ class CostModel:
         moved = missing / rate * factors.get(name, 1.0)
         computed, driven = (factors.get(resource, 1.0) for resource in ("compute", "host"))
         streams = missing > 0 and not weights.on_device
+        crossing = cpu.read_s / (cpu.link_s + cpu.read_s) if cpu else 1.0
         host_kv = HostKVBytes(room.host_kv, room.blocks, candidate.live, 0)
         kv_s = host_kv.cohort_nbytes / rate * factors.get(name, 1.0)
         generating = sum(
@@ -560,7 +538,7 @@ class CostModel:
             * max(
                 each.compute_s * computed,
                 each.host_s * driven,
-                each.wanted * moved + host_kv.cohorts(each.sequences) * kv_s,
+                each.wanted * (crossing if each.few else 1.0) * moved + host_kv.cohorts(each.sequences) * kv_s,
             )
             for each in self._passes_of(candidate, compute, room.all_blocks, workload, whole=missing == 0)
         )
@@ -581,8 +559,9 @@ class CostModel:
             work = self._work(weights.quant, weights.dtype, weights.shards)
             costs = _ComputeCosts(work, formats, self.rates, fused=fused, on_device=weights.on_device, graphs=graphs)
             self._passes[key] = [
-                _Passes(passes, *costs.seconds(load), wanted_by(load.tokens, work.rarest), load.sequences)
+                _Passes(passes, *costs.seconds(load), wanted_by(load.tokens, work.rarest), load.sequences, few)
                 for passes, load in _phases(workload, live, candidate.tokens_per_pass)
+                for few in (load.tokens <= MOST_TOKENS,)
             ]
         return self._passes[key]
 

@@ -25,6 +25,7 @@ STAGED, PARKED, WORKSPACE = "weights staged for the device", "parked blocks", "s
 STATES, FUSED, GRAPHS = "states of recurrent layers", "buffers of fused layers", "CUDA graphs"
 HOST_KV, WINDOWS = "KV cache in host memory", "windows to KV in host memory"
 TOKENIZER = "tokenizing a prompt"
+CPU_EXPERTS = "rows of experts on the CPU"
 # What malloc keeps of what loading and passes freed (offload/memory.py); a bound.
 KEPT = "kept for the next pass"
 
@@ -161,6 +162,7 @@ def _staging(plan: Plan, shape: ModelShape) -> dict[str, Arena]:
         RINGS: Arena(plan.staging.placement.ring_nbytes),
         PARKED: Arena(parked),
         **({HOST_KV: Arena(plan.host_kv.host_nbytes)} if plan.host_kv else {}),
+        **({CPU_EXPERTS: Arena(plan.cpu_experts_nbytes)} if plan.cpu_experts else {}),
     }
 
 

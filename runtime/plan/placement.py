@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from ...moe.division import ExpertSeconds
 from ...offload.budget import GIB
 from ...offload.memory import KEPT_NBYTES
 from ...offload.typed_json import read_as
@@ -126,6 +127,8 @@ class Plan:
     - `kv_blocks` is by layer group, enough for `kv_sequences` at their longest. `kv_tokens` is the longest sequence
       that is ever started.
     - `host_kv` are cohorts of sequences whose keys and values lie in host memory and cross the link in every pass.
+    - `cpu_experts` are the seconds by which the engine divides a layer's experts that are not held between the link and
+      the CPU; None: all cross it. `cpu_experts_nbytes` of host memory are for rows of those that the CPU computes.
     - `parked_blocks`, by group too, hold preempted sequences in host memory; where there are none, preempted sequences
       are computed again. Without a device there are none, because the cache is in host memory itself, and blocks do
       more good there.
@@ -192,6 +195,8 @@ class Plan:
     notes: tuple[str, ...] = ()
     staging: HostStaging | None = None
     host_kv: CohortSizes | None = None
+    cpu_experts: ExpertSeconds | None = None
+    cpu_experts_nbytes: int = 0
 
     @property
     def streams(self) -> bool:

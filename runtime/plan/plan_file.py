@@ -171,6 +171,9 @@ def load_plan(path: Path, request: PlanRequest) -> Plan:
     _refuse_other_settings(path, plan, request.settings)
     if request.settings.speculate == "off":
         plan = replace(plan, free_tokens=(), undrafted=OFF)
+    if request.settings.cpu_experts == "off":
+        free = plan.free_nbytes + plan.cpu_experts_nbytes
+        plan = replace(plan, cpu_experts=None, cpu_experts_nbytes=0, free_nbytes=free)
     hosted = plan.host_kv.host_nbytes if plan.host_kv else 0
     if hosted > request.settings.host_kv_nbytes(request.budget.host_nbytes):
         raise SettingError(

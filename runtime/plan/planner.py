@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from ...moe.division import ExpertSeconds
 from ...offload.budget import GIB
 from ...offload.machine.hardware import Hardware
 from ...offload.machine.profile import Machine
@@ -28,13 +29,15 @@ from ..shape.shards import (
     token_rows_nbytes,
 )
 from .candidate import CacheSize, Candidate, WeightFootprint, choose_block, fused_nbytes, fuses, largest
-from .cost_model import NOTHING_PREPARED, CostModel, Prediction, used_tokens
+from .cost_model import NOTHING_PREPARED, CostModel, used_tokens
+from .cpu_experts import host_nbytes
 from .hosting import Room, rooms
 from .kernels import missing_kernels
 from .loading_cost import GENERATING, LOADING, Prepared
 from .memory_ledger import MemoryLedger
 from .notes import WORTH, plan_notes
 from .placement import Placement, Plan, Workload, choose_placement, device_ring, stage_for_device
+from .prediction import Prediction
 from .speculation import OFF, free_tokens
 
 # What `auto` takes for the cache where memory is short: no measurable loss, half the bytes (docs/quality.md).
@@ -387,7 +390,7 @@ class _Search:
             if best and each.least_seconds * (1 - ROUNDING) > best[0]:
                 break
             if plan := self._plan(each):
-                predicted = self._request.costs.predict(plan, self._request.workload, self._prepared)
+                plan, predicted = self._beside_cpu(plan)
                 streams = bool(plan.placement.ring_nbytes) + (plan.host_kv is not None)
                 judged = predicted.total_s * WORTH_STREAMING**streams
                 if best is None or (judged, each.index) < best[:2]:
@@ -402,12 +405,34 @@ class _Search:
         free, undrafted = free_tokens(plan, ranked.candidate, request.costs.decoding_s(plan, request.workload))
         return replace(plan, free_tokens=free, undrafted=undrafted)
 
+    def _beside_cpu(self, plan: Plan) -> tuple[Plan, Prediction]:
+        """The plan, with experts that the CPU computes where that is faster by WORTH_STREAMING, and its prediction."""
+        costs, workload = self._request.costs, self._request.workload
+        predicted, seconds = costs.predict(plan, workload, self._prepared), self._expert_seconds(plan)
+        nbytes = host_nbytes(costs.shape, plan.dtype)
+        if seconds is None or plan.streams or plan.placement.expert_ring == 0 or nbytes > plan.free_nbytes:
+            return plan, predicted
+        free = plan.free_nbytes - nbytes
+        divided = replace(plan, cpu_experts=seconds, cpu_experts_nbytes=nbytes, free_nbytes=free)
+        faster = costs.predict(divided, workload, self._prepared)
+        worth = faster.total_s * WORTH_STREAMING <= predicted.total_s
+        return (divided, faster) if worth else (plan, predicted)
+
+    def _expert_seconds(self, formats: Plan | WeightFootprint) -> ExpertSeconds | None:
+        """None where the CPU may compute no experts beside a device."""
+        request = self._request
+        here = request.elsewhere or library.available()
+        if self._budget.device is None or formats.deterministic or request.settings.cpu_experts == "off" or not here:
+            return None
+        return request.costs.expert_seconds(formats.quant, formats.dtype)
+
     def holds_everything(self, plan: Plan) -> bool:
         """Whether all weights are in the tier that computes, and every running sequence has its blocks."""
         return plan.placement.ring_nbytes == 0 and plan.kv_sequences >= plan.max_sequences
 
     def _candidates(self, quant: str, compute: str) -> Iterator[_Ranked]:
         costs, index, budget = self._request.costs, 0, self._request.budget_nbytes
+        cpu = self._expert_seconds(self.space.weights(quant))
         for tokens in self.space.tokens():
             for live in self.space.sequences(tokens):
                 candidate = self._candidate(quant, tokens, live)
@@ -415,7 +440,8 @@ class _Search:
                 if not found:
                     break
                 for room in found:
-                    least = costs.least_seconds(candidate, compute, room, self._request.workload, self._prepared)
+                    workload, prepared = self._request.workload, self._prepared
+                    least = costs.least_seconds(candidate, compute, room, workload, prepared, cpu)
                     yield _Ranked(least, index, candidate, compute, room)
                     index += 1
 

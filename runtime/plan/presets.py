@@ -110,6 +110,13 @@ DRAW_LAUNCHES = 3
 # decoding (int8 keys), and 30 more of prompts.
 COHORT_LAUNCHES, COHORT_CALLS, COHORT_PYTHON_S = 9, 9, SLOWER * 25e-6
 WRITE_LAUNCHES, WRITE_CALLS, WRITE_PYTHON_S = 6, 3, SLOWER * 12 * 10e-6
+# Experts in order `rows` that the CPU computes beside copies (bench/results/cpu-products.md, "beside a copy"): one row
+# reads at 0.59 to 0.68 of what copies leave of the memory. Of torch's float32 products in cache, 22 GFLOP/s a core, one
+# row has 0.2 to 0.27 with AVX2, and four and eight 0.44 to 0.62; with AVX512-BF16 both have twice as much.
+EXPERT_READ_SHARE, FIRST_ROW_SHARE, EXPERT_FLOP_SHARE, CORE_FLOP_S = 0.59, 0.2, 0.44, 2.2e10
+# A layer of them: choosing, rows down and up, and threads that wake, with experts of 64 by 64 (2 virtual cores of a
+# Zen 5, busy): 0.18 ms beside the experts.
+CPU_LAYER_S = 1.8e-4
 # What nobody can count to more than nothing.
 _NOTHING = 1e-12
 OVERHEADS = Overheads(

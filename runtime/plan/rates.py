@@ -32,6 +32,7 @@ class Rates:
     `overheads` are of the host thread that drives it. `pin_nbytes` of host memory can be page-locked (None: all); the
     rest crosses the link at `staged_bytes_s`, because it is copied within host memory first.
     `fused_overheads` are those of layers that the library of CPU kernels computes as a whole, None if not measured.
+    `ram_bytes_s` and `cores` are a device's host's; no cores: nothing is known of them.
     """
 
     disk_bytes_s: float = SLOW_DISK_BYTES_S
@@ -45,6 +46,8 @@ class Rates:
     staged_bytes_s: float = SLOW_LINK_BYTES_S
     loading: LoadingSpeeds = field(default_factory=LoadingSpeeds)
     fused_overheads: Overheads | None = None
+    ram_bytes_s: float = SLOW_MEMORY_BYTES_S
+    cores: int = 0
 
     def curve(self, *names: str) -> Curve:
         """The rates of products under the first of `names` that was measured."""
@@ -109,4 +112,6 @@ def _device_rates(machine: Machine | None) -> Rates:
         # Read, written, and read by the copy.
         staged_bytes_s=min(link_bytes_s, host / 3),
         loading=LoadingSpeeds.of(machine),
+        ram_bytes_s=host,
+        cores=machine.hardware.cores if machine else 0,
     )

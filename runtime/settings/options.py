@@ -183,6 +183,15 @@ class ComputeOptions(PrecisionOptions, total=False):
             key=True,
         ),
     ]
+    cpu_experts: Annotated[
+        Literal["auto", "off"],
+        Option(
+            "Let the CPU compute some experts beside a GPU where that is faster; off: never.",
+            "auto",
+            panel=Panel.TUNING,
+            key=True,
+        ),
+    ]
 
 
 class StreamingOptions(TypedDict, total=False):

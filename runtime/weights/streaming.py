@@ -19,8 +19,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 
+from ...moe.division import MOST_TOKENS, ExpertSeconds
 from ...moe.expert import ExpertWeights, HeldExperts
 from ...moe.expert_cache import ExpertSlots, Popular, StreamedExperts, StreamingExpertCache
+from ...moe.host_experts import HostCounts, HostExperts, StagedExperts
 from ...moe.routing_stats import RoutingStats
 from ...moe.streaming_mode import Mode, RouterLatency
 from ...moe.streaming_order import ExpertFetchQueue, ExpertForecast, StreamingOrder
@@ -42,8 +44,10 @@ from ...offload.stream.stream import (
     ShardPart,
     ShardStream,
 )
+from ...quant.matmul import rows
 from ...quant.tensor import FLOAT_ALIGNMENT
 from ..model.definition import LayerAssembly
+from ..model.experts_seam import expert_body
 from ..plan.placement import Placement, Plan
 from ..settings.stages import Advance
 from .memory import WeightMemory
@@ -242,10 +246,12 @@ class ModelExperts:
         stream: Mode | None,
         live: int,
         profile: Profile | None,
+        cpu: ExpertSeconds | None = None,
     ) -> None:
         """`live` is the expected number of tokens of a pass; `profile` is what earlier jobs counted.
 
-        None without a store, where no profile is kept and no expert streams.
+        None without a store, where no profile is kept and no expert streams. Where experts stream to a device, the CPU
+        computes as many as `cpu` says, without it none.
         """
         self._memory = memory
         self._lanes = lanes
@@ -255,9 +261,21 @@ class ModelExperts:
         self.stats = RoutingStats(counts)
         self._profile = profile or {}
         self._start_from_profile()
-        self.cache = None if lanes.experts is None else self._make_cache(lanes.experts, live)
+        self._biases: dict[ShardKey, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.cache = None if lanes.experts is None else self._make_cache(lanes.experts, live, cpu)
         for index, count in counts.items():
             layers[index].set_experts(self._source(index, count))
+
+    @property
+    def host(self) -> HostExperts | None:
+        """What computes experts by the CPU beside a device."""
+        return self.cache.host if self.cache else None
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of host memory for the experts that the CPU computes."""
+        biases = sum(bias.nbytes for pair in self._biases.values() for bias in pair)
+        return self.host.nbytes + biases if self.host else 0
 
     @property
     def num_held(self) -> int:
@@ -270,6 +288,8 @@ class ModelExperts:
         self.stats.start_counting()
         if self.cache is not None:
             self.cache.start_counting()
+        if self.host is not None:
+            self.host.counts = HostCounts()
 
     @property
     def counts(self) -> Profile:
@@ -293,7 +313,9 @@ class ModelExperts:
         keys = [ShardKey(index, expert) for expert in range(count)]
         return HeldExperts(index, [self._bind(key, self._memory.shard(key)) for key in keys], self.stats)
 
-    def _make_cache(self, stream: ShardStream[torch.Tensor], live: int) -> StreamingExpertCache:
+    def _make_cache(
+        self, stream: ShardStream[torch.Tensor], live: int, cpu: ExpertSeconds | None
+    ) -> StreamingExpertCache:
         held = [key for key in self._memory.experts if key in self._memory.held]
         popularity = self.stats.layers
         sizes = {layer: self._memory.nbytes(ShardKey(layer, 0)) for layer in popularity}
@@ -312,8 +334,34 @@ class ModelExperts:
             ),
             most_ahead=stream.ring.capacity // largest + 1,
             forced=self._stream,
+            most_divided=MOST_TOKENS if cpu else 0,
         )
-        return StreamingExpertCache(self.stats, order, slots)
+        return StreamingExpertCache(self.stats, order, slots, self._make_host(cpu) if cpu else None)
+
+    def _make_host(self, seconds: ExpertSeconds) -> HostExperts | None:
+        """None where the CPU has no kernel for the experts of any layer."""
+        gates, scratch = {}, 0
+        for layer in self.stats.layers:
+            shard, body = self._layers[layer].shards.expert, expert_body(self._layers[layer].experts)
+            assert shard is not None
+            up, down = (matrix.layout for matrix in shard.matrices)
+            # The kernel knows no norm.
+            if body.gate is not None and body.norm is None and rows.takes(up, down, body.gate):
+                gates[layer], scratch = body.gate, max(scratch, rows.scratch_numbers(up, down))
+        if not gates or self._memory.device is None:
+            return None
+        dtype: torch.dtype = getattr(torch, down.dtype)
+        staged = StagedExperts(self._memory.staged, self._staged, gates, down.shape[0], scratch, dtype)
+        return HostExperts(self._memory.device, staged, seconds, max(1, torch.get_num_threads() - 1))
+
+    def _staged(self, key: ShardKey) -> ExpertWeights:
+        """An expert where it is staged, with its biases in host memory."""
+        found = self._bind(key, self._memory.slab.bytes[self._memory.staged[key]])
+        if found.up_bias is None or found.down_bias is None:
+            return found
+        if key not in self._biases:
+            self._biases[key] = found.up_bias.cpu(), found.down_bias.cpu()
+        return ExpertWeights(found.up, found.down, *self._biases[key])
 
     def _routers(self) -> dict[int, torch.Tensor]:
         routers = {layer: self._layers[layer].router for layer in self.stats.layers}
@@ -350,7 +398,8 @@ class StreamedWeights:
                 layer.bind_dense(memory.shard(ShardKey(index)))
         with ExitStack() as opened:
             opened.callback(self._lanes.close)
-            self.experts = ModelExperts(memory, self._lanes, layers, stream, plan.max_sequences, self._profile())
+            live, profile = plan.max_sequences, self._profile()
+            self.experts = ModelExperts(memory, self._lanes, layers, stream, live, profile, plan.cpu_experts)
             opened.pop_all()
 
     @property
@@ -412,7 +461,10 @@ class StreamedWeights:
         deque(self._passing, maxlen=0)
 
     def close(self) -> None:
+        # Which waits for the device: it may still copy rows.
         self._lanes.close()
+        if self.experts.host is not None:
+            self.experts.host.close()
         if self._store is not None:
             # Best effort: the store may belong to another user, and the disk may be full.
             with suppress(OSError):

@@ -76,7 +76,7 @@ class ShuffledExperts(HeldExperts):
 
     seed = 0
 
-    def fetch(self, groups: ExpertGroups, hidden: torch.Tensor) -> Iterator[list[ResidentExpert]]:
+    def fetch(self, groups: ExpertGroups, hidden: torch.Tensor, rows: torch.Tensor) -> Iterator[list[ResidentExpert]]:
         rng, wanted = random.Random(self.seed), groups.wanted
         rng.shuffle(wanted)
         while wanted:

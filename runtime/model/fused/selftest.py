@@ -74,7 +74,7 @@ class StubSource:
     def foresee(self, hidden: Tensor, per_token: int) -> tuple[Tensor, ...]:
         return ()
 
-    def fetch(self, groups: ExpertGroups, hidden: Tensor) -> Iterator[list[ResidentExpert]]:
+    def fetch(self, groups: ExpertGroups, hidden: Tensor, rows: Tensor) -> Iterator[list[ResidentExpert]]:
         yield [ResidentExpert(expert, self.weights) for expert in groups.wanted]
 
 

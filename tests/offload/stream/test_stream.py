@@ -91,6 +91,17 @@ def test_a_place_given_back_is_filled_again_at_once_after_its_mark() -> None:
     assert lane.after == [None, None, point]
 
 
+def test_no_copy_goes_on_at_the_beginning_of_the_ring() -> None:
+    """The shard two before, in the slot two before: as far apart as neighbours are, the other way round."""
+    stream, lane = stream_of(3)
+    lane.most_together = 8
+    first, second, third = shards(1, 1, 1)
+    stream.ask(first, second)
+    stream.done(stream.next())
+    stream.ask(third, first)
+    assert lane.started == ["s0", "s1", "s2", "s0"]
+
+
 def test_several_arrivals_are_held_and_go_back_in_order() -> None:
     stream, _ = stream_of(6)
     stream.ask(*shards(2, 2, 2))

@@ -60,7 +60,9 @@ def full() -> RunSummary:
         utilisation=Utilisation(0.5, 1.0, 0.0),
         memory=Memory(tier, tier, tier),
         kv=KV("int8", 32, 10, 512.0, KVBytes(8, 4, 2, 1, 1, 1, 3), 0.1, 5, 2, 1, 64),
-        experts=Experts(1, 8, 100, 0.9, [0.9], 0.5, 10, 2, {"all": 3}, Forecast("look-ahead", 0.5, 0.5, 7, 0.1)),
+        experts=Experts(
+            1, 8, 100, 0.9, [0.9], 0.5, 10, 2, {"all": 3}, 5, 0.1, Forecast("look-ahead", 0.5, 0.5, 7, 0.1)
+        ),
         weights=Weights({"nf4": 5}, {"nf4": 4, "none": 1}),
     )
 

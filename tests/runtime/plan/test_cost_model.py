@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from moedge.offload.machine.profile import Overheads
 from moedge.quant.native import library
-from moedge.runtime.plan.cost_model import MOST_UNHIDDEN, RESOURCES, CostModel
+from moedge.runtime.plan.cost_model import MOST_UNHIDDEN, CostModel
 from moedge.runtime.plan.placement import DEEP_RING_EXPERTS, Workload, largest_expert
+from moedge.runtime.plan.prediction import RESOURCES
 from moedge.runtime.plan.rates import SLOW_FLOP_S, Rates, rates_of
 from moedge.runtime.settings.settings import MemoryBudget, Settings
 from moedge.runtime.shape.model_shape import Matrix, ModelShape

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from moedge.moe.expert_cache import CacheCounts
+from moedge.moe.host_experts import HostCounts
 from moedge.moe.streaming_mode import Mode
 from moedge.offload.device import Device
 from moedge.quant.kernels.gpu import OLDEST_CAPABILITY, Gpu, Lacks
@@ -35,6 +37,7 @@ class Ran:
     experts: Experts
     parked: int
     pinned_for_parking: int
+    by_host: tuple[HostCounts, CacheCounts] | None = None
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,9 @@ class Case:
             counted = experts_of(loaded, self.source.shape.num_experts)
             pinned = sum(pinned.nbytes for pinned in loaded.parking._pinned)
             parked = loaded.engine.scheduler.counts.parked
-            return Ran(tokens, loaded.engine.metrics.passes, *moved, counted, parked, pinned)
+            cache = streamed.experts.cache
+            by_host = None if cache is None or cache.host is None else (cache.host.counts, cache.counts)
+            return Ran(tokens, loaded.engine.metrics.passes, *moved, counted, parked, pinned, by_host)
 
     def params(self, seed: int, temperature: float) -> SequenceSampling:
         return SequenceSampling(self.new_tokens, temperature=temperature, seed=seed, ignore_eos=True)
