@@ -39,11 +39,13 @@ def most_rows(num_tokens: int, per_token: int, num_experts: int) -> int:
 
 @lru_cache(8192)
 def wanted_rows(tokens: int, probability: float, experts: int) -> tuple[int, ...]:
-    """How many of `tokens` independent tokens want each of the `experts` that any wants, ascending: as often as is
-    expected."""
-    rows: list[int] = []
-    expected = 0.0
-    for count in range(1, tokens + 1):
-        expected += experts * comb(tokens, count) * probability**count * (1 - probability) ** (tokens - count)
-        rows += [count] * max(0, round(expected) - len(rows))
+    """How many of `tokens` independent tokens want each of so many experts that any of them wants, ascending: quantiles
+    of as many as there are experts."""
+    missed = (1 - probability) ** tokens
+    rows, most, reached = [], 0, 0.0
+    for expert in range(experts):
+        while most < tokens and reached * experts < (expert + 0.5) * (1 - missed):
+            most += 1
+            reached += comb(tokens, most) * probability**most * (1 - probability) ** (tokens - most)
+        rows.append(max(1, most))
     return tuple(rows)

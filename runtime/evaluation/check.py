@@ -195,10 +195,7 @@ def check(
             quant, dtype = precision(engine.source, quant, dtype)
         encoded = _encode(engine, prompts or PROMPTS)
         native = dtype if dtype != "auto" else engine.source.recipe.get("dtype", engine.source.shape.dtype)
-        # Experts are compared as a device gets them.
-        settings = Settings(
-            quant=quant, dtype=dtype, kv=native, compute=compute, deterministic=deterministic, cpu_experts="off"
-        )
+        settings = Settings(quant=quant, dtype=dtype, kv=native, compute=compute, deterministic=deterministic)
         traced = _trace(engine, encoded, settings, chosen)
         # Its memory is the reference's now; the small files of a GGUF file stay.
         engine.close_engines()
@@ -318,7 +315,8 @@ def _trace(model: OpenModel, prompts: list[list[int]], settings: Settings, budge
     shape, most = model.source.shape, max(map(len, prompts)) + MAX_TOKENS
     before = ANY_KERNEL.set(True)
     try:
-        loaded = model.load(settings, budgets, Workload(len(prompts), most))
+        # Experts are compared as a device gets them.
+        loaded = model.load(replace(settings, cpu_experts="off"), budgets, Workload(len(prompts), most))
     finally:
         ANY_KERNEL.reset(before)
     sequences = [sequence.Sequence(each, SequenceSampling(MAX_TOKENS, ignore_eos=True)) for each in prompts]

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from ...moe.division import MOST_ROWS, MOST_TOKENS, ExpertSeconds, divide
-from ...moe.expected_rows import wanted_rows
+from ...moe.expected_rows import wanted_by, wanted_rows
 from ...quant.formats.format import ROWS
 from ...quant.matmul import row_layouts
 from ..shape.model_shape import ModelShape
@@ -56,10 +56,10 @@ class Divided:
     """Of a pass: `experts` that the CPU computes in `seconds`, and `nbytes` of theirs that do not cross the link, in
     `layers`."""
 
-    experts: int = 0
+    experts: float = 0.0
     seconds: float = 0.0
-    nbytes: int = 0
-    layers: int = 0
+    nbytes: float = 0.0
+    layers: float = 0.0
 
 
 class DividedExperts:
@@ -81,10 +81,14 @@ class DividedExperts:
         if self._seconds is None or tokens > MOST_TOKENS:
             return found
         for (share, missing, nbytes), layers in self._layers.items():
-            rows = wanted_rows(max(1, round(tokens)), share, missing)
-            if count := divide(rows, self._seconds)[0]:
-                found.experts += layers * count
-                found.seconds += layers * (sum(map(self._seconds.on_cpu, rows[:count])) + self._seconds.layer_s)
-                found.nbytes += layers * count * nbytes
-                found.layers += layers
+            wanted = missing * wanted_by(tokens, share)
+            # What is expected is between two whole numbers of experts.
+            for experts, weight in ((int(wanted), 1 - wanted % 1), (int(wanted) + 1, wanted % 1)):
+                rows = wanted_rows(max(1, round(tokens)), share, experts)
+                if count := divide(rows, self._seconds)[0]:
+                    found.experts += weight * layers * count
+                    seconds = sum(map(self._seconds.on_cpu, rows[:count])) + self._seconds.layer_s
+                    found.seconds += weight * layers * seconds
+                    found.nbytes += weight * layers * count * nbytes
+                    found.layers += weight * layers
         return found

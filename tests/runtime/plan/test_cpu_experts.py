@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moedge.moe.division import MOST_TOKENS, ExpertSeconds, divide
-from moedge.moe.expected_rows import expected_union, wanted_rows
+from moedge.moe.expected_rows import expected_union, wanted_by, wanted_rows
 from moedge.runtime.plan.cost_model import CostModel
 from moedge.runtime.plan.cpu_experts import DividedExperts, expert_seconds, host_nbytes
 from moedge.runtime.plan.memory_ledger import CPU_EXPERTS
@@ -78,6 +78,16 @@ def test_a_faster_memory_and_more_cores_never_take_longer() -> None:
         assert all(later <= earlier * (1 + 1e-9) for earlier, later in pairwise(found))
 
 
+@pytest.mark.parametrize("sequences", [1, 7, 64])
+def test_speed_grows_with_the_budget_of_the_card(sequences: int) -> None:
+    settings = Settings(quant="nf4", kv="int8", max_sequences=sequences)
+    budgets = [f"{tenths / 10}GiB" for tenths in range(20, 76, 5)]
+    found = [solve(question("gpt-oss-20b", CARD, 64, settings, gpu_mem=each)) for each in budgets]
+    assert any(each.plan.cpu_experts for each in found)
+    for before, after in pairwise(found):
+        assert after.prediction.total_s <= before.prediction.total_s * (1 + 1e-9)
+
+
 def test_orders_that_no_kernel_reads_are_not_divided() -> None:
     request = question(NAME, CARD, 24)
     assert expert_seconds(request.shape, "int4", "bf16", request.costs.rates) is not None
@@ -91,21 +101,24 @@ def test_the_plan_divides_as_the_engine_does(tokens: int) -> None:
     shape, plan, seconds = result.request.shape, result.plan, result.plan.cpu_experts
     assert seconds is not None
     shards = model_shards(shape, plan.quant, plan.dtype)
-    experts = 0
+    experts = 0.0
     for layer, held in zip(shape.layers, plan.placement.held_experts, strict=True):
         assert layer.experts is not None
-        rows = wanted_rows(tokens, layer.experts.per_token / layer.experts.count, layer.experts.count - held)
-        experts += divide(rows, seconds)[0]
-    assert DividedExperts(shape, shards, plan.placement, seconds).of(tokens).experts == experts
+        share = layer.experts.per_token / layer.experts.count
+        wanted = (layer.experts.count - held) * wanted_by(tokens, share)
+        few, many = (divide(wanted_rows(tokens, share, int(wanted) + more), seconds)[0] for more in (0, 1))
+        experts += few + (many - few) * (wanted % 1)
+    assert DividedExperts(shape, shards, plan.placement, seconds).of(tokens).experts == pytest.approx(experts)
     assert DividedExperts(shape, shards, plan.placement, seconds).of(MOST_TOKENS + 1).experts == 0
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 40, 128])
 def test_experts_are_wanted_as_often_as_is_expected(tokens: int) -> None:
-    rows = wanted_rows(tokens, 8 / 128, 128)
+    wanted = expected_union(tokens, 8, 128)
+    rows = wanted_rows(tokens, 8 / 128, round(wanted))
     assert list(rows) == sorted(rows)
-    assert len(rows) == pytest.approx(expected_union(tokens, 8, 128), abs=1)
-    assert sum(rows) == pytest.approx(8 * tokens, rel=0.1)
+    assert len(rows) == round(wanted)
+    assert sum(rows) == pytest.approx(8 * tokens, rel=0.05)
 
 
 def test_a_saved_plan_keeps_its_division_unless_it_is_turned_off(tmp_path: Path) -> None:
