@@ -229,10 +229,16 @@ def _host_kv(found: Mapping[str, Any]) -> Iterator[str]:
     if hosted := plan["host_kv"]:
         yield (
             f"keys and values: {counted(plan['kv_sequences'], 'sequence')} at full length on the GPU, "
-            f"{hosted['sequences']:,} in RAM ({counted(hosted['count'], 'cohort')}, "
-            f"{gib(hosted['nbytes'])} cross the link in every pass); "
+            f"{hosted['sequences']:,} in RAM ({counted(hosted['count'], 'cohort')}, {_attended(found, hosted)}); "
             f"all on the GPU: {'does not fit' if rate is None else speed(rate)}"
         )
+
+
+def _attended(found: Mapping[str, Any], hosted: Mapping[str, Any]) -> str:
+    """How sequences in RAM are attended to, and what the other choice would give."""
+    if (rate := found["without_cpu_attention"]) is None:
+        return f"{gib(hosted['nbytes'])} cross the link in every pass"
+    return f"the CPU attends to them, --cpu-attention off: {speed(rate)}"
 
 
 def _layers(model: Mapping[str, Any]) -> str:

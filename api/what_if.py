@@ -203,6 +203,7 @@ def document(
         "suggestions": [asdict(suggestion) for suggestion in suggestions],
         "without_host_kv": _without_host_kv(result),
         "without_cpu_experts": _without_cpu_experts(result),
+        "without_cpu_attention": _without_cpu_attention(result),
     }
 
 
@@ -215,6 +216,13 @@ def _without_host_kv(result: PlanResult) -> float | None:
 def _without_cpu_experts(result: PlanResult) -> float | None:
     """Generated tokens per second with all experts computed by the device; None where they are."""
     other = attempt(result.request.with_settings(cpu_experts="off")) if result.plan.cpu_experts else None
+    return None if other is None else other.prediction.generated_tok_s
+
+
+def _without_cpu_attention(result: PlanResult) -> float | None:
+    """Generated tokens per second where all keys and values in RAM cross the link; None where they do."""
+    sizes = result.plan.host_kv
+    other = attempt(result.request.with_settings(cpu_attention="off")) if sizes and sizes.rows_nbytes else None
     return None if other is None else other.prediction.generated_tok_s
 
 

@@ -56,7 +56,9 @@ def row(sequences: int, options: argparse.Namespace) -> str:
     driven = len(shape.layers) * (seconds.layer + work.cohorts * seconds.cohort) + seconds.driven_beside
     best = (took, took, 0)
     for count in range(1, work.cohorts + 1):
-        link_s = (weights + (work.cohorts - count) * sum(of_cohorts) + count * hosted * rows_nbytes) / rates.link_bytes_s
+        link_s = (
+            weights + (work.cohorts - count) * sum(of_cohorts) + count * hosted * rows_nbytes
+        ) / rates.link_bytes_s
         cpu_s = count * sum(of_cohorts) / cpu_bytes_s + rows_s
         left = gpu_s - seconds.attention * count / (work.cohorts + 1)
         best = min(best, (max(link_s, cpu_s, left, driven), max(link_s, cpu_s + left, driven), count))

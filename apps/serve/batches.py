@@ -294,7 +294,8 @@ class BatchQueue:
 
 
 _OF_JOBS = ("ram", "gpu_mem", "disk", "disk_dir", "dtype", "quant", "compute", "kv", "attention", "deterministic",
-            "tokens_per_pass", "max_sequences", "stream", "host_kv", "cpu_experts")  # fmt: skip
+            "tokens_per_pass", "max_sequences", "stream", "host_kv", "cpu_experts",
+            "cpu_attention")  # fmt: skip
 
 
 class _BatchRun:

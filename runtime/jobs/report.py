@@ -207,6 +207,7 @@ def _kv(plan: Plan, loaded: LoadedEngine) -> KV:
         recomputed_tokens=counts.recomputed_tokens,
         cohorts=plan.host_kv.count if plan.host_kv else 0,
         moved=getattr(loaded.engine.scheduler.cache, "num_moved", 0),
+        attended_by_cpu=loaded.host_kv.num_attended if loaded.host_kv else 0,
     )
 
 

@@ -190,6 +190,8 @@ class KVBytes:
 
 @dataclass(slots=True)
 class KV:
+    """`attended_by_cpu` counts generated tokens and layers in which the CPU attended to sequences in host memory."""
+
     format: str | None = None
     block: Count | None = None
     blocks: Count | None = None
@@ -202,6 +204,7 @@ class KV:
     recomputed_tokens: Count | None = None
     cohorts: Count | None = None
     moved: Count | None = None
+    attended_by_cpu: Count | None = None
 
 
 @dataclass(slots=True)

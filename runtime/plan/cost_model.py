@@ -19,8 +19,9 @@ from ...quant.kernels.tuning import GROUPED_ROWS
 from ..kv.spec import KVSpec
 from ..settings.settings import DeviceBudget
 from ..shape.model_shape import ExpertsShape, Matrix, ModelShape
-from ..shape.shards import ModelShards, model_shards
+from ..shape.shards import ITEM_NBYTES, ModelShards, model_shards
 from .candidate import GRAPH_ROWS, Candidate, WeightFootprint, fuses, may_fuse
+from .cpu_attention import CPUAttention
 from .cpu_experts import DividedExperts, expert_seconds
 from .hosting import Room
 from .loading_cost import LoadingCost, Prepared, least_loading_s, loading_cost
@@ -74,7 +75,7 @@ class _PassCost:
 
     `host_s` are of the thread that drives a device: on a CPU all is in `compute_s`. `unhidden` is the share of the
     shorter of disk and compute that overlaps with nothing. `cpu_s` are of the cores that compute `cpu_experts` beside a
-    device.
+    device, and attention that it waits for.
     """
 
     disk_s: float
@@ -163,6 +164,9 @@ class _PassCosts:
         # On a device it was not measured.
         self._unhidden = _unhidden_share(model.shards, plan.placement) if staging is None else 0.0
         self._host_kv = HostKVBytes(plan.host_kv, plan.kv_blocks, plan.max_sequences, len(model.shape.layers))
+        specs = tuple(KVSpec(group, plan.kv, plan.kv_block) for group in model.shape.kv_groups)
+        here = plan.host_kv is not None and plan.host_kv.rows_nbytes > 0
+        self._cpu_attention = CPUAttention(specs, rates) if here else None
         self._link_s = self._kv_s = 1 / rates.link_bytes_s
         if staging is not None and rates.pin_nbytes is not None:
             # Keys and values are page-locked before weights are.
@@ -179,11 +183,19 @@ class _PassCosts:
         arriving = arrivals * self._rates.overheads.arrival_s + by_cpu.layers * CPU_LAYER_S
         compute, host = (compute, host + arriving) if self._link else (compute + arriving, host)
         cohorts = self._host_kv.cohorts(load.sequences)
+        attended_s = 0.0
+        if self._cpu_attention is not None:
+            hosted = self._host_kv.sequences(load.sequences) / load.sequences * load.decoding
+            attended_s = self._cpu_attention.seconds(hosted, load.decoding_back, cohorts)
+            # Prompts that begin bring nothing, and one that a pass before left off brings its cohort.
+            cohorts = min(cohorts, 1 if load.prompts else 0)
         keys = cohorts * self._host_kv.cohort_nbytes
         disk_s, link_s = disk / self._rates.disk_bytes_s, link * self._link_s + keys * self._kv_s
         driven, computed = host_kv_s(cohorts, self._host_kv.layers)
-        host_s, rest = host + driven, (by_cpu.seconds, by_cpu.experts)
-        return _PassCost(disk_s, link_s, compute + computed, host_s, disk, link + keys, self._unhidden, *rest)
+        # Both the device and the thread that drives it wait for the CPU's attention.
+        host_s, compute_s = host + driven + attended_s, compute + computed + attended_s
+        by_cores = by_cpu.seconds + attended_s, by_cpu.experts
+        return _PassCost(disk_s, link_s, compute_s, host_s, disk, link + keys, self._unhidden, *by_cores)
 
 
 def _unhidden_share(shards: ModelShards, placement: Placement) -> float:
@@ -485,6 +497,10 @@ class CostModel:
             self._experts[quant, dtype] = expert_seconds(self.shape, quant, dtype, self.rates)
         return self._experts[quant, dtype]
 
+    def query_nbytes(self, dtype: str) -> int:
+        """Bytes of a token's queries of all heads, in the layer that has most."""
+        return max(kind.width for kind in self._work("none", dtype, None).kinds) * ITEM_NBYTES[dtype]
+
     def predict(self, plan: Plan, workload: Workload, prepared: Prepared = NOTHING_PREPARED) -> Prediction:
         """The predicted time of the job under the plan, if `prepared` weights exist already."""
         work = self._work(plan.quant, plan.dtype, None)
@@ -532,7 +548,8 @@ class CostModel:
         streams = missing > 0 and not weights.on_device
         crossing = cpu.read_s / (cpu.link_s + cpu.read_s) if cpu else 1.0
         host_kv = HostKVBytes(room.host_kv, room.blocks, candidate.live, 0)
-        kv_s = host_kv.cohort_nbytes / rate * factors.get(name, 1.0)
+        attended = room.host_kv is not None and room.host_kv.rows_nbytes > 0
+        kv_s = 0.0 if attended else host_kv.cohort_nbytes / rate * factors.get(name, 1.0)
         generating = sum(
             each.count
             * max(

@@ -96,6 +96,7 @@ class FallbackPolicy:
         after = sizes.count // 2
         each = -(-sizes.sequences // sizes.count)
         left = CohortSizes.of(self._cache.specs, after, each * after, sizes.blocks, self.plan.tokens_per_pass)
+        left = replace(left, rows_nbytes=sizes.rows_nbytes)
         plan = replace(self.plan, host_kv=left if after else None)
         return _Given("cohorts in host memory", sizes.count, after, plan)
 

@@ -35,10 +35,13 @@ class Room:
         )
 
 
-def rooms(candidate: Candidate, sequences: int, budget_nbytes: int, host_nbytes: int) -> Iterator[Room]:
+def rooms(
+    candidate: Candidate, sequences: int, budget_nbytes: int, host_nbytes: int, row_nbytes: int = 0
+) -> Iterator[Room]:
     """The ways to keep `sequences` at their longest with a budget of the tier that computes, all of them there first.
 
-    Host memory takes at most `host_nbytes`, all page-locked; 0 where it may take none.
+    Host memory takes at most `host_nbytes`, all page-locked; 0 where it may take none. `row_nbytes` of it are for each
+    token of a pass where the CPU may attend to cohorts, else 0.
     """
     weights, cache, free = candidate.weights, candidate.cache, budget_nbytes - candidate.fixed
     blocks = cache.blocks(sequences)
@@ -48,7 +51,7 @@ def rooms(candidate: Candidate, sequences: int, budget_nbytes: int, host_nbytes:
         return
     known = {sequences}
     for kept in (weights.streaming_nbytes + device_ring(weights.shards, free), weights.nbytes):
-        cohorts = _cohorts(candidate, sequences)
+        cohorts = _cohorts(candidate, sequences, row_nbytes)
         most = free - kept - cohorts.device_nbytes
         if most < cache.nbytes(1):
             continue
@@ -56,25 +59,25 @@ def rooms(candidate: Candidate, sequences: int, budget_nbytes: int, host_nbytes:
         if cached in known:
             continue
         known.add(cached)
-        room = _divided(candidate, sequences, cached, free)
+        room = _divided(candidate, sequences, cached, free, row_nbytes)
         # Fewer sequences may be more in each cohort, whose windows are larger.
         while room.free_nbytes < weights.streaming_nbytes and room.cached > 1:
-            room = _divided(candidate, sequences, room.cached - 1, free)
+            room = _divided(candidate, sequences, room.cached - 1, free, row_nbytes)
         cohorts = room.host_kv or cohorts
         if cohorts.host_nbytes <= host_nbytes and room.free_nbytes >= weights.streaming_nbytes:
             yield room
 
 
-def _divided(candidate: Candidate, sequences: int, cached: int, free_nbytes: int) -> Room:
+def _divided(candidate: Candidate, sequences: int, cached: int, free_nbytes: int, row_nbytes: int) -> Room:
     """`cached` sequences where they compute and the others in cohorts, whatever is left."""
-    cohorts, blocks = _cohorts(candidate, sequences - cached), candidate.cache.blocks(cached)
+    cohorts, blocks = _cohorts(candidate, sequences - cached, row_nbytes), candidate.cache.blocks(cached)
     return Room(cached, blocks, free_nbytes - cohorts.device_nbytes - candidate.cache.nbytes_of(blocks), cohorts)
 
 
-def _cohorts(candidate: Candidate, sequences: int) -> CohortSizes:
+def _cohorts(candidate: Candidate, sequences: int, row_nbytes: int) -> CohortSizes:
     """Cohorts of about equal size for `sequences` at their longest."""
     cache = candidate.cache
     layer = max(count * spec.record_nbytes for spec, count in zip(cache.specs, cache.blocks(1), strict=True))
     count = -(-sequences // max(1, LAYER_NBYTES // layer))
     blocks = cache.blocks(-(-sequences // count))
-    return CohortSizes.of(cache.specs, count, sequences, blocks, candidate.tokens_per_pass)
+    return CohortSizes.of(cache.specs, count, sequences, blocks, candidate.tokens_per_pass, row_nbytes)

@@ -47,6 +47,15 @@ class HostKVBytes:
         """The cohorts that `sequences` fill, the last one perhaps in part."""
         if self._sizes is None:
             return 0
-        each = self._sizes.blocks[0]
-        used = sequences / self._most * (self._here + self._sizes.count * each)
-        return min(self._sizes.count, math.ceil(max(0.0, used - self._here) / each))
+        used = self._used(self._sizes, sequences)
+        return min(self._sizes.count, math.ceil(max(0.0, used - self._here) / self._sizes.blocks[0]))
+
+    def sequences(self, sequences: float) -> float:
+        """How many of `sequences` are in cohorts."""
+        if self._sizes is None or not sequences:
+            return 0.0
+        return sequences * max(0.0, 1 - self._here / self._used(self._sizes, sequences))
+
+    def _used(self, sizes: CohortSizes, sequences: float) -> float:
+        """Blocks that `sequences` fill."""
+        return sequences / self._most * (self._here + sizes.count * sizes.blocks[0])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 from ...moe.division import ExpertSeconds
 from ...offload.budget import GIB
@@ -126,7 +126,8 @@ class Plan:
 
     - `kv_blocks` is by layer group, enough for `kv_sequences` at their longest. `kv_tokens` is the longest sequence
       that is ever started.
-    - `host_kv` are cohorts of sequences whose keys and values lie in host memory and cross the link in every pass.
+    - `host_kv` are cohorts of sequences whose keys and values lie in host memory and cross the link in every pass, or are
+      attended to by the CPU.
     - `cpu_experts` are the seconds by which the engine divides a layer's experts that are not held between the link and
       the CPU; None: all cross it. `cpu_experts_nbytes` of host memory are for rows of those that the CPU computes.
     - `parked_blocks`, by group too, hold preempted sequences in host memory; where there are none, preempted sequences
@@ -197,6 +198,13 @@ class Plan:
     host_kv: CohortSizes | None = None
     cpu_experts: ExpertSeconds | None = None
     cpu_experts_nbytes: int = 0
+
+    def without_cpu_attention(self) -> Self:
+        """The plan in which all cohorts cross the link."""
+        if self.host_kv is None:
+            return self
+        free = self.free_nbytes + 2 * self.host_kv.rows_nbytes
+        return replace(self, host_kv=replace(self.host_kv, rows_nbytes=0), free_nbytes=free)
 
     @property
     def streams(self) -> bool:

@@ -174,6 +174,8 @@ def load_plan(path: Path, request: PlanRequest) -> Plan:
     if request.settings.cpu_experts == "off":
         free = plan.free_nbytes + plan.cpu_experts_nbytes
         plan = replace(plan, cpu_experts=None, cpu_experts_nbytes=0, free_nbytes=free)
+    if request.settings.cpu_attention == "off":
+        plan = plan.without_cpu_attention()
     hosted = plan.host_kv.host_nbytes if plan.host_kv else 0
     if hosted > request.settings.host_kv_nbytes(request.budget.host_nbytes):
         raise SettingError(

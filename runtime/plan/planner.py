@@ -30,6 +30,7 @@ from ..shape.shards import (
 )
 from .candidate import CacheSize, Candidate, WeightFootprint, choose_block, fused_nbytes, fuses, largest
 from .cost_model import NOTHING_PREPARED, CostModel, used_tokens
+from .cpu_attention import may_attend
 from .cpu_experts import host_nbytes
 from .hosting import Room, rooms
 from .kernels import missing_kernels
@@ -391,7 +392,8 @@ class _Search:
                 break
             if plan := self._plan(each):
                 plan, predicted = self._beside_cpu(plan)
-                streams = bool(plan.placement.ring_nbytes) + (plan.host_kv is not None)
+                hosted = plan.host_kv
+                streams = bool(plan.placement.ring_nbytes) + (hosted is not None) + bool(hosted and hosted.rows_nbytes)
                 judged = predicted.total_s * WORTH_STREAMING**streams
                 if best is None or (judged, each.index) < best[:2]:
                     best = judged, each.index, plan, predicted, each
@@ -418,6 +420,14 @@ class _Search:
         worth = faster.total_s * WORTH_STREAMING <= predicted.total_s
         return (divided, faster) if worth else (plan, predicted)
 
+    def _row_nbytes(self, weights: WeightFootprint) -> int:
+        """Bytes of host memory for a token's queries where the CPU may attend to cohorts, else 0."""
+        request, costs = self._request, self._request.costs
+        off = weights.deterministic or request.settings.cpu_attention == "off"
+        if off or not may_attend(weights.shape, costs.rates) or not (request.elsewhere or library.available()):
+            return 0
+        return costs.query_nbytes(weights.dtype)
+
     def _expert_seconds(self, formats: Plan | WeightFootprint) -> ExpertSeconds | None:
         """None where the CPU may compute no experts beside a device."""
         request = self._request
@@ -436,7 +446,12 @@ class _Search:
         for tokens in self.space.tokens():
             for live in self.space.sequences(tokens):
                 candidate = self._candidate(quant, tokens, live)
-                found = list(rooms(candidate, self._cached(candidate), budget, self._host_kv_nbytes))
+                cached, host_nbytes = self._cached(candidate), self._host_kv_nbytes
+                found = list(rooms(candidate, cached, budget, host_nbytes))
+                if row_nbytes := self._row_nbytes(candidate.weights):
+                    found += [
+                        each for each in rooms(candidate, cached, budget, host_nbytes, row_nbytes) if each.host_kv
+                    ]
                 if not found:
                     break
                 for room in found:

@@ -117,6 +117,12 @@ EXPERT_READ_SHARE, FIRST_ROW_SHARE, EXPERT_FLOP_SHARE, CORE_FLOP_S = 0.59, 0.2, 
 # A layer of them: choosing, rows down and up, and threads that wake, with experts of 64 by 64 (2 virtual cores of a
 # Zen 5, busy): 0.18 ms beside the experts.
 CPU_LAYER_S = 1.8e-4
+# Attention of the CPU to sequences in host memory (bench/results/attention.md, Qwen3-30B-A3B's heads): keys and values
+# that a core with AVX512-BF16 attends to, 5.3 to 8.5 billion a second of int8 and 3 to 7.7 of int4, of which it reads
+# half of what memory gives. A sequence in a layer takes a core 31 us beside, of 16 tokens; a cohort's call of the
+# library takes 80 us, and a layer waits for queries, whose copy and that of the results are started.
+CORE_ELEMENTS_S, ATTENTION_READ_SHARE = 4e9, 0.5
+ATTENDED_SEQUENCE_S, ATTENDED_COHORT_S, ATTENDED_LAYER_S = 31e-6, 80e-6, 1e-4
 # What nobody can count to more than nothing.
 _NOTHING = 1e-12
 OVERHEADS = Overheads(

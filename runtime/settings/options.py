@@ -192,6 +192,15 @@ class ComputeOptions(PrecisionOptions, total=False):
             key=True,
         ),
     ]
+    cpu_attention: Annotated[
+        Literal["auto", "off"],
+        Option(
+            "Let the CPU attend to sequences that --host-kv keeps in host memory where that is faster; off: never.",
+            "auto",
+            panel=Panel.TUNING,
+            key=True,
+        ),
+    ]
 
 
 class StreamingOptions(TypedDict, total=False):

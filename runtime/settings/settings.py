@@ -25,7 +25,7 @@ class Settings:
     "int8" rounds activations, too, and multiplies as integers, which takes weights in int8 or 4 bits; "float" does not.
     `speculate` "off" drafts no tokens. `host_kv` is how much host memory may hold keys and values beyond a device's: a
     size, which may be a share of the host's budget, or "off". Raises BadSize for anything else. `cpu_experts` "off"
-    computes all experts on the device.
+    computes all experts on the device, `cpu_attention` "off" all attention.
     """
 
     dtype: str = "auto"
@@ -39,6 +39,7 @@ class Settings:
     speculate: str = "auto"
     host_kv: str = "auto"
     cpu_experts: str = "auto"
+    cpu_attention: str = "auto"
 
     def __post_init__(self) -> None:
         self.host_kv_nbytes(1 << 62)

@@ -110,6 +110,7 @@ ARRIVES: dict[str, tuple[str, Callable[[BatchRequest], object], object]] = {
     "hosted": ('"1,2"', lambda r: getattr(request_view["energy"], "hosted", None), (1, 2)),
     "host-kv": ('"8GiB"', lambda r: r.settings.host_kv, "8GiB"),
     "cpu-experts": ('"off"', lambda r: r.settings.cpu_experts, "off"),
+    "cpu-attention": ('"off"', lambda r: r.settings.cpu_attention, "off"),
     "speculate": ('"off"', lambda r: r.settings.speculate, "off"),
     "stream": ('"wanted"', lambda r: r.stream, "wanted"),
     "ray-workers": ("3", lambda r: r.cluster and r.cluster.workers, 3),

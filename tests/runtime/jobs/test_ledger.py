@@ -222,7 +222,7 @@ def test_j10_every_setting_that_shapes_answers_is_in_the_identity() -> None:
     from dataclasses import fields
 
     recorded = set(Defaults.__dataclass_fields__) | set(requests.RESOLVED)
-    speed = {"tokens_per_pass", "max_sequences", "speculate", "host_kv", "cpu_experts"}
+    speed = {"tokens_per_pass", "max_sequences", "speculate", "host_kv", "cpu_experts", "cpu_attention"}
     assert {field.name for field in fields(Settings)} - speed <= recorded
 
 
