@@ -208,10 +208,13 @@ class StreamingOrder:
     def begin(self, layer: int, groups: ExpertGroups) -> bool:
         """Begins the next turn, a visit to `layer`. Returns whether a pass begins with it; then it chooses the modes.
 
-        Fetches that an aborted pass requested for turns that are skipped are dropped when later ones arrive.
+        Fetches that an aborted pass requested for turns that are skipped are dropped when later ones arrive. A layer
+        that is visited twice in a row, as heads that draft several tokens are, goes on with its turn.
         """
         tokens = len(groups.expert_ids)
-        self._turn, self._guess = self._next_turn(layer), None
+        if len(self._layers) == 1 or layer != self._layer_of(self._turn):
+            self._turn = self._next_turn(layer)
+        self._guess = None
         self._ahead = max(self._ahead, self._turn)
         first = layer == self._layers[0]
         guessed = self._mode[self._layer_of(self._turn - 1)] is Mode.FORECAST
