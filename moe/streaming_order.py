@@ -198,6 +198,8 @@ class StreamingOrder:
         # The first turn for which nothing was requested ahead of its router.
         self._ahead = 0
         self._mode = dict.fromkeys(self._layers, forced or Mode.WANTED)
+        # Whether the layer of this turn is visited again before others: what these want must not stand in its way.
+        self.stays = False
         # Experts that the next turn may want, best first; None until a forecast was made.
         self._guess: list[int] | None = None
 
@@ -214,12 +216,16 @@ class StreamingOrder:
         tokens = len(groups.expert_ids)
         if len(self._layers) == 1 or layer != self._layer_of(self._turn):
             self._turn = self._next_turn(layer)
+        elif self._ahead == self._turn + 1:
+            # Its experts are read again, before those of later layers.
+            self._ahead = self._turn
         self._guess = None
         self._ahead = max(self._ahead, self._turn)
         first = layer == self._layers[0]
         guessed = self._mode[self._layer_of(self._turn - 1)] is Mode.FORECAST
         self.latency.end(tokens, guessed, first)
         if first:
+            self.stays = False
             self._choose_modes(tokens)
         self.latency.begin()
         self.forecast.observe(layer, groups.wanted)
@@ -250,7 +256,8 @@ class StreamingOrder:
 
     def request_ahead(self) -> None:
         """Requests experts of later layers, those of the next pass included, until enough fetches are pending."""
-        while len(self._queue) < self._most_ahead and self._ahead < self._turn + len(self._layers):
+        most_ahead = 0 if self.stays else self._most_ahead
+        while len(self._queue) < most_ahead and self._ahead < self._turn + len(self._layers):
             layer = self._layer_of(self._ahead)
             if self._mode[layer] is Mode.ALL:
                 every = range(self.forecast.stats.layers[layer].num_experts)

@@ -19,7 +19,7 @@ from .sequence import Batch, Sequence, SequenceStatus, TokenChunk
 
 # GLM-4.5's own recommendation is three (its model card).
 MOST_PREDICTED = 3
-# Drafts before their acceptance says anything; twice as many weigh more than all earlier ones.
+# Drafted tokens before their acceptance says anything; behind twice as many, earlier ones count half.
 _TRIED = 128
 
 
@@ -28,8 +28,8 @@ class Head(Protocol):
 
     hidden: torch.Tensor
 
-    def forward(self, batch: Batch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids [R] and states [R, D] of the batch's `logit_rows`."""
+    def forward(self, batch: Batch, hidden: torch.Tensor, again: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids [R] and states [R, D] of the batch's `logit_rows`; `again`: another call comes before a pass."""
         ...
 
 
@@ -54,7 +54,7 @@ class HeadDrafts(Lookup):
         return self.ids[:most]
 
     def judge(self, drafted: int, accepted: int) -> None:
-        self._predictor.judge(accepted)
+        self._predictor.judge(drafted, accepted)
 
 
 class _Pass(NamedTuple):
@@ -63,17 +63,17 @@ class _Pass(NamedTuple):
 
 
 class Predictor:
-    """Lets `head` draft up to `depth` tokens behind each pass: one more than are accepted in the mean, as far as passes
-    have room for them; none any more once they are not worth their time."""
+    """Lets `head` draft up to `depth` tokens behind each pass, as far as passes have room for them: each that comes to
+    be accepted often enough for the time that it takes. Where not even the first does, none is drafted any more."""
 
     def __init__(self, head: Head, scheduler: Scheduler, layers: int) -> None:
         """A pass computes `layers`, and the head is as large as one of them."""
         self.depth = 1
         self._head = head
         self._scheduler = scheduler
-        # Twice what it takes of a pass.
-        self._least = 2 / layers
-        self._drafts = self._accepted = 0
+        # Twice its share of a pass, or half a token: with two layers that is all that it takes.
+        self._least = min(0.5, 2 / layers)
+        self._tried = self._right = 0
         self._passed: list[_Pass] = []
 
     def of(self, sequence: Sequence) -> None:
@@ -85,16 +85,16 @@ class Predictor:
         if self.depth:
             self._passed.append(_Pass(batch, self._head.hidden[: batch.num_tokens]))
 
-    def judge(self, accepted: int) -> None:
-        """Counts the accepted tokens of a draft."""
-        self._drafts += 1
-        self._accepted += accepted
-        if self._drafts < _TRIED or not self.depth:
+    def judge(self, drafted: int, accepted: int) -> None:
+        """Counts a draft: tokens that were accepted, and the first that was not."""
+        self._tried += accepted + (accepted < drafted)
+        self._right += accepted
+        if self._tried < _TRIED or not self.depth:
             return
-        mean = self._accepted / self._drafts
-        self.depth = min(MOST_PREDICTED, round(mean) + 1) if mean >= self._least else 0
-        if self._drafts > 2 * _TRIED:
-            self._drafts, self._accepted = self._drafts // 2, self._accepted // 2
+        share = self._right / self._tried
+        self.depth = sum(share**depth >= self._least for depth in range(1, MOST_PREDICTED + 1))
+        if self._tried >= 2 * _TRIED:
+            self._tried, self._right = self._tried // 2, self._right // 2
 
     def draft(self) -> None:
         """Drafts behind the pass that was kept, once it is committed."""
@@ -102,17 +102,19 @@ class Predictor:
         going: list[tuple[Sequence, torch.Tensor]] = []
         for chunk in chain.from_iterable(batch.chunks for batch, _ in passed):
             _ids(chunk.sequence).clear()
-        for batch, hidden in passed:
+        depth = min(self.depth, self._room(sum(len(batch.sampling) for batch, _ in passed)))
+        for left, (batch, hidden) in zip(reversed(range(len(passed))), passed, strict=True):
             seen = list(_seen(batch.chunks))
-            if self.depth and seen:
-                rows = [row for old, new in seen for row in range(old.begin, old.begin + new.count)]
-                going += self._draft([new for _, new in seen], hidden[torch.tensor(rows, device=hidden.device)])
-        depth = min(self.depth, self._room(len(going)))
-        grown, states = [sequence for sequence, _ in going if self._grows(sequence, depth - 1)], dict(going)
-        for _ in range(1, depth):
+            if depth and seen:
+                states = hidden[
+                    torch.tensor([row for old, new in seen for row in _rows(old, new)], device=hidden.device)
+                ]
+                going += self._draft([new for _, new in seen], states, left > 0 or depth > 1)
+        grown, last = [sequence for sequence, _ in going if self._grows(sequence, depth - 1)], dict(going)
+        for left in reversed(range(depth - 1)):
             if chosen := [each for each in grown if len(_ids(each)) < _most(each)]:
                 chunks = [_next(sequence, row) for row, sequence in enumerate(chosen)]
-                states = dict(self._draft(chunks, torch.stack([states[each] for each in chosen])))
+                last = dict(self._draft(chunks, torch.stack([last[each] for each in chosen]), left > 0))
         for sequence in grown:
             self._scheduler.cache.shrink(sequence.table)
 
@@ -127,14 +129,16 @@ class Predictor:
         table, cache = sequence.table, self._scheduler.cache
         return count > 0 and cache.headroom(table) >= count and cache.grow(table, table.num_tokens + count)
 
-    def _draft(self, chunks: list[TokenChunk], hidden: torch.Tensor) -> list[tuple[Sequence, torch.Tensor]]:
+    def _draft(
+        self, chunks: list[TokenChunk], hidden: torch.Tensor, again: bool
+    ) -> list[tuple[Sequence, torch.Tensor]]:
         """Lets the head see `chunks`, and adds the next token to the drafts of those with their sequence's last one."""
         samples = [chunk for chunk in chunks if chunk.samples]
         token_ids = [token for chunk in chunks for token in _behind(chunk)]
         positions = [chunk.past + index for chunk in chunks for index in range(chunk.count)]
         rows = torch.tensor([chunk.end - 1 for chunk in samples], dtype=torch.long)
         batch = Batch(tuple(chunks), torch.tensor([token_ids]), torch.tensor([positions]), rows, ())
-        found, states = self._head.forward(batch, hidden)
+        found, states = self._head.forward(batch, hidden, again)
         sequences = [chunk.sequence for chunk in samples]
         for sequence, token_id in zip(sequences, found.tolist(), strict=True):
             _ids(sequence).append(token_id)
@@ -152,6 +156,11 @@ def _seen(chunks: Iterable[TokenChunk]) -> Iterator[tuple[TokenChunk, TokenChunk
             last = chunk.past + count == stored == sequence.num_tokens - 1
             yield chunk, TokenChunk(sequence, begin, chunk.past, count, last, drafted=count - 1 if chunk.decodes else 0)
             begin += count
+
+
+def _rows(old: TokenChunk, new: TokenChunk) -> range:
+    """The rows of a pass that the head sees."""
+    return range(old.begin, old.begin + new.count)
 
 
 def _next(sequence: Sequence, row: int) -> TokenChunk:

@@ -18,11 +18,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ...moe.expert_cache import StreamedExperts
 from ...quant.kernels.upload import upload
 from ...quant.matmul.matmul import ParallelMatmul
 from ..attention.protocol import AttentionBackend
 from ..engine.sequence import Batch
 from .attention_seam import PackedPass, Visibility
+from .experts_seam import PackedExperts
 
 
 def add_head(model: Any) -> None:
@@ -58,13 +60,17 @@ class MtpHead:
         self.hidden = out.squeeze(0)
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, batch: Batch, hidden: torch.Tensor, again: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """The likeliest tokens [R], in host memory, and the states [R, D] to draft on from, of `logit_rows`.
 
         Each token of `batch` is the one behind the position that it has there, whose state is in `hidden` [T, D].
+        `again`: it is called once more before the model's next pass.
         """
         assert self.attention is not None
         compute, count, layer = self._compute, batch.num_tokens, self._layers.head()
+        for module in layer.modules():
+            if isinstance(module, PackedExperts) and isinstance(module.source, StreamedExperts):
+                module.source.cache.order.stays = again
         with compute.small_steps(2 * hidden.numel()), compute.padded_pass(count, count):
             embedded = layer.enorm(self._embedding(batch.token_ids))
             inputs = layer.eh_proj(torch.cat([embedded, layer.hnorm(hidden.unsqueeze(0))], -1))

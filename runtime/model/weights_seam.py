@@ -123,8 +123,10 @@ class ArrivingLayers(nn.ModuleList):
             deque(self._passing, maxlen=0)
 
     def head(self) -> Any:
-        """The MTP head, usable until the layers of the next pass are requested."""
+        """The MTP head, usable until the layers of the next pass are requested, however often."""
+        # What comes behind it would free it.
         next(self._passing, None)
+        self._passing = iter(())
         return self._modules[str(self.count)]
 
     def __getitem__(self, index: Any) -> Any:

@@ -82,9 +82,8 @@ def measure(model: ModelRunner, token_ids: Items[int]) -> KeyOffsets:
             model.forward(batch)
             if model.mtp is not None:
                 # Any token behind the last one: it is one of many.
-                model.mtp.forward(
-                    replace(batch, token_ids=batch.token_ids.roll(-1)), model.mtp.hidden[: len(token_ids)]
-                )
+                behind = replace(batch, token_ids=batch.token_ids.roll(-1))
+                model.mtp.forward(behind, model.mtp.hidden[: len(token_ids)], again=False)
     finally:
         model.attention = attention
     return KeyOffsets({layer: mean.contiguous() for layer, mean in sorted(means.means.items())})
