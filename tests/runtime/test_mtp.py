@@ -20,12 +20,14 @@ import torch
 
 from moedge.moe.streaming_mode import Mode
 from moedge.offload.errors import MoedgeError
+from moedge.offload.machine.profile import Overheads
 from moedge.runtime.engine import predictor as predictor_module
 from moedge.runtime.engine.engine import Engine
 from moedge.runtime.engine.lookup import Lookup
 from moedge.runtime.engine.predictor import MOST_PREDICTED, HeadDrafts, Predictor
 from moedge.runtime.engine.scheduler import PassLimits, Scheduler
 from moedge.runtime.engine.sequence import Batch, Sequence
+from moedge.runtime.jobs.lifecycle import prompt_tokens, rehearse
 from moedge.runtime.kv.cache import KVCache
 from moedge.runtime.kv.pool import KVPool
 from moedge.runtime.kv.spec import KVSpec
@@ -33,14 +35,18 @@ from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.loading.prepare import prepare
 from moedge.runtime.model.mtp import MtpHead
 from moedge.runtime.model.weights_seam import ArrivingLayers
+from moedge.runtime.plan.cost_model import CostModel
+from moedge.runtime.plan.placement import Workload
+from moedge.runtime.plan.planner import PlanRequest, budget_range, solve
+from moedge.runtime.plan.rates import Rates
 from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.sampling.sampler import Sampler
-from moedge.runtime.settings.settings import Budgets, Settings
+from moedge.runtime.settings.settings import Budgets, MemoryBudget, Settings
 from moedge.runtime.shape.model_shape import KVGroup
 from moedge.runtime.shape.mtp import MTP
 from moedge.runtime.source.model_source import ModelSource, open_source
 from moedge.runtime.text.tokenizer import Tokenizer
-from support.speculation import FREE, WAYS, Way, everyone, plan_for, rows, run
+from support.speculation import FREE, LONGEST, WAYS, Way, everyone, plan_for, rows, run
 from support.tiny_mtp import LAYERS, Reference, save_mtp
 from support.trained_mtp import text, train
 
@@ -258,6 +264,35 @@ def test_a_head_that_is_never_right_is_not_computed_any_more(
     assert engine.predictor is not None
     assert engine.predictor.depth == 0
     assert drafted[0] < drafted[-2] == drafted[-1]
+
+
+@pytest.mark.slow
+def test_a_plan_that_streams_runs_the_head_and_rehearses_it(tmp_path: Path) -> None:
+    """Dense layers from a slow disk: the plan of a job says how many tokens are free, and the head drafts so many."""
+    save_mtp("glm4_moe", tmp_path / "model", first_k_dense_replace=9)
+    nothing = Overheads(1e-12, 1e-12, 1e-12, 1e-15, 1e-12, 1e-15)
+    rates = Rates(1e5, 1e10, 1e15, nothing, {"none": {1: 1e9}}, measured=True)
+    job, found = Workload(8, LONGEST), []
+    with open_source(str(tmp_path / "model")) as source:
+        for speculate in ("off", "mtp"):
+            settings = Settings(dtype="fp32", quant="none", kv="fp32", deterministic=True, speculate=speculate)
+            one, store = source.speculating(settings), tmp_path / speculate
+            budget = MemoryBudget(budget_range(one.shape, settings, job)[0])
+            costs = CostModel(one.shape, rates)
+            plan = solve(PlanRequest(costs=costs, workload=job, budget=budget, settings=settings)).plan
+            prepare(one, store, "none", "fp32", Budgets().on_cpu())
+            with closing(load_engine(one, plan, store)) as loaded:
+                rehearse(loaded, plan, job, prompt_tokens([7, 8, 9], one.shape.vocab))
+                sequences = [each for each in rows([]) if not each.forks]
+                for each in sequences:
+                    loaded.engine.add(each)
+                list(loaded.engine.run())
+                found.append(([each.output_ids for each in sequences], loaded.engine.metrics, plan))
+    (plain, without, _), (ours, counts, plan) = found
+    assert ours == plain
+    assert without.drafted_tokens == 0 < counts.drafted_tokens
+    assert plan.free_tokens[-1] > plan.max_sequences
+    assert any("own head" in note for note in plan.notes)
 
 
 @pytest.mark.slow

@@ -13,9 +13,9 @@ from support.tiny_families import save_tiny
 LAYERS = 2
 
 
-def save_mtp(family: str, folder: Path, layers: int = LAYERS) -> Path:
+def save_mtp(family: str, folder: Path, layers: int = LAYERS, **sizes: Any) -> Path:
     """A tiny random checkpoint of `layers` and a head: the last layer of one with a layer more, and its own."""
-    model = save_tiny(family, folder, num_hidden_layers=layers + 1)
+    model = save_tiny(family, folder, num_hidden_layers=layers + 1, **sizes)
     write_head(folder, model.config.hidden_size)
     return folder
 
