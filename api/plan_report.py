@@ -211,7 +211,7 @@ def _head(found: Mapping[str, Any]) -> Iterator[str]:
         yield f"the CPU computes some {by_cpu:,.0f} experts a pass beside the link; --cpu-experts off: {speed(rate)}"
     yield f"to compute: {Kernels(**found['kernels'])}"
     if plan["free_tokens"]:
-        yield f"drafts tokens that repeat a text: passes of up to {plan['free_tokens'][-1]:,} tokens take as long"
+        yield f"drafts tokens: passes of up to {plan['free_tokens'][-1]:,} tokens take as long"
     elif plan["placement"]["expert_ring"] or plan["placement"]["dense_ring"]:
         yield f"drafts no tokens: {plan['undrafted']}"
     yield from kernel_lines(plan["lacks"], plan["notes"])

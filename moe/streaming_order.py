@@ -201,6 +201,8 @@ class StreamingOrder:
         # The first turn for which nothing was requested ahead of its router.
         self._ahead = 0
         self._mode = dict.fromkeys(self._layers, forced or Mode.WANTED)
+        # Whether the layer of this turn is visited again before others: what these want must not stand in its way.
+        self.stays = False
         # Experts that the next turn may want, best first; None until a forecast was made.
         self._guess: list[int] | None = None
 
@@ -211,15 +213,22 @@ class StreamingOrder:
     def begin(self, layer: int, groups: ExpertGroups) -> bool:
         """Begins the next turn, a visit to `layer`. Returns whether a pass begins with it; then it chooses the modes.
 
-        Fetches that an aborted pass requested for turns that are skipped are dropped when later ones arrive.
+        Fetches that an aborted pass requested for turns that are skipped are dropped when later ones arrive. A layer
+        that is visited twice in a row, as heads that draft several tokens are, goes on with its turn.
         """
         tokens = len(groups.expert_ids)
-        self._turn, self._guess = self._next_turn(layer), None
+        if len(self._layers) == 1 or layer != self._layer_of(self._turn):
+            self._turn = self._next_turn(layer)
+        elif self._ahead == self._turn + 1:
+            # Its experts are read again, before those of later layers.
+            self._ahead = self._turn
+        self._guess = None
         self._ahead = max(self._ahead, self._turn)
         first = layer == self._layers[0]
         guessed = self._mode[self._layer_of(self._turn - 1)] is Mode.FORECAST
         self.latency.end(tokens, guessed, first)
         if first:
+            self.stays = False
             self._choose_modes(tokens)
         self.latency.begin()
         self.forecast.observe(layer, groups.wanted)
@@ -260,7 +269,8 @@ class StreamingOrder:
 
     def request_ahead(self) -> None:
         """Requests experts of later layers, those of the next pass included, until enough fetches are pending."""
-        while len(self._queue) < self._most_ahead and self._ahead < self._turn + len(self._layers):
+        most_ahead = 0 if self.stays else self._most_ahead
+        while len(self._queue) < most_ahead and self._ahead < self._turn + len(self._layers):
             layer = self._layer_of(self._ahead)
             if self._mode[layer] is Mode.ALL:
                 every = range(self.forecast.stats.layers[layer].num_experts)

@@ -27,6 +27,7 @@ from ..sampling.grammar import GrammarState
 from ..sampling.params import TokenLogprob
 from ..sampling.sampler import Sampler, TokenMasks
 from ..settings.errors import MemoryGaveOut
+from .predictor import Predictor
 from .scheduler import ScheduleCounts, Scheduler
 from .sequence import Batch, Sequence, halves
 
@@ -274,12 +275,18 @@ class Engine:
     """Knows sequences and passes; nothing of rows, files, text or of where weights come from."""
 
     def __init__(
-        self, model: Model, scheduler: Scheduler, sampler: Sampler, free: Callable[[], None] = lambda: None
+        self,
+        model: Model,
+        scheduler: Scheduler,
+        sampler: Sampler,
+        free: Callable[[], None] = lambda: None,
+        predictor: Predictor | None = None,
     ) -> None:
-        """`free` gives back the memory that an allocator keeps for later passes."""
+        """`free` gives back the memory that an allocator keeps for later passes; `predictor` drafts behind passes."""
         self.model = model
         self.scheduler = scheduler
         self.sampler = sampler
+        self.predictor = predictor
         self.metrics = Metrics()
         self.split_retry = SplitRetry(self._compute, free, scheduler.cache.states is None)
         self._masks = MaskThread()
@@ -291,6 +298,9 @@ class Engine:
         return self.scheduler.busy
 
     def add(self, sequence: Sequence) -> None:
+        if self.predictor is not None:
+            for each in (sequence, *sequence.forks):
+                self.predictor.of(each)
         self.scheduler.add(sequence)
 
     def abort(self, dropped: Callable[[Sequence], bool]) -> None:
@@ -309,6 +319,8 @@ class Engine:
         tables = [sequence.table for sequence in self.scheduler.running]
         self.metrics.count_pass(batch, self.scheduler.cache.usage(tables))
         finished = self.scheduler.commit(batch, samples, partial(self._draw_behind, samples))
+        if self.predictor is not None:
+            self.predictor.draft()
         for sequence in finished:
             self.metrics.count_finished(sequence)
         self.in_pass = False
@@ -323,6 +335,8 @@ class Engine:
         sampled = self.sampler.sample(drawn, draws, None if masks is None else masks.result())
         if batch.scoring or batch.drafted:
             sampled = replace(sampled, scores=self._score(scored, batch), behind=behind)
+        if self.predictor is not None:
+            self.predictor.keep(batch)
         return sampled
 
     def _draw_behind(self, samples: Sampled, sequences: list[Sequence], rows: list[int]) -> Sampled:

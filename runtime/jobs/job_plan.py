@@ -239,7 +239,7 @@ def plan_request(
         known = known.with_gpu(gpu)
     tried = known.profile.kernel_lacks if known.profile else None
     budget = budgets.expected(known.hardware, tried, elsewhere=known.elsewhere)
-    settings = headers.settle(settings)
+    headers, settings = headers.speculating(settings), headers.settle(settings)
     if known.elsewhere:
         # Of its disk nothing is known but what the user says.
         on_disk = budget, Prepared(is_model=bool(headers.recipe))

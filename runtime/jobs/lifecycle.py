@@ -159,6 +159,9 @@ def _run_drafted(loaded: LoadedEngine, live: int, longest: int, token: int) -> N
         params = SequenceSampling(min(MOST_DRAFTED + 1, longest - len(prompt)), temperature=1.0, ignore_eos=True)
         engine.add(Sequence(list(prompt), params))
     engine.step()
+    if engine.predictor is not None:
+        # A head drafts behind a pass.
+        engine.step()
     engine.abort(lambda sequence: True)
 
 
@@ -234,7 +237,7 @@ class OpenModel(Closing):
 
     def plan(self, settings: Settings, budgets: Budgets, workload: Workload) -> PlanResult:
         """The plan by which `load` would load. Raises DoesNotFit, SettingError, BadSize."""
-        _, chosen = plan_model(self.source, settings, budgets, workload)
+        _, chosen = plan_model(self.source.speculating(settings), settings, budgets, workload)
         return chosen
 
     def load(
@@ -250,8 +253,9 @@ class OpenModel(Closing):
         Raises DoesNotFit, naming the smallest budget that works, SettingError, BadSize, MemoryGaveOut.
         """
         reset_host_peak()
-        planned = plan_model(self.source, settings, budgets, workload)
-        loaded = load_model(self.source, self.tokenizer, planned, budgets, stream, key_offsets)
+        source = self.source.speculating(settings)
+        planned = plan_model(source, settings, budgets, workload)
+        loaded = load_model(source, self.tokenizer, planned, budgets, stream, key_offsets)
         self._engines.callback(loaded.engine.close)
         return loaded
 

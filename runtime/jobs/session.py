@@ -487,7 +487,10 @@ class Checked:
         """Raises the errors of settings/errors.py for a model, an input, an output or limits that are refused."""
         stop_rule, begun = StopRule(request.limits), time.perf_counter()
         with ExitStack() as resources:
-            source = given.source if given else resources.enter_context(open_source(request.model))
+            if given:
+                source = given.source
+            else:
+                source = resources.enter_context(open_source(request.model)).speculating(request.settings)
             sampling = model_defaults(source.folder).only(request.unset)
             request = replace(request, defaults=replace(request.defaults, **sampling.values))
             request = settled_rows(request, source.folder)

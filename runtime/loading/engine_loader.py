@@ -36,6 +36,7 @@ from ..attention.latent import LatentAttention
 from ..attention.protocol import AttentionBackend, StoreFunction, store_by_torch
 from ..attention.torch_backend import TorchAttention
 from ..engine.engine import Engine, cause_of
+from ..engine.predictor import Predictor
 from ..engine.scheduler import PassLimits, Scheduler
 from ..kv.allocator import root_hash
 from ..kv.cache import KVCache, ParkingMemory
@@ -82,7 +83,6 @@ from ..plan.planner import PlanResult
 from ..sampling.sampler import DrawRows, Sampler
 from ..settings.stages import stage
 from ..shape.checkpoint_shape import open_checkpoint, read_tensors
-from ..shape.config import ModelConfig
 from ..shape.model_shape import ModelShape
 from ..shape.shards import ModelShards, ShardLayout, helper_nbytes, model_shards, workspace_nbytes
 from ..source.model_source import ModelSource
@@ -308,7 +308,7 @@ class Loading:
             # Before anything else is page-locked: every plan uses it thousands of times.
             device.pins.taken += open_ring(device.torch_device)
         self.compute = make_compute(source.shape, plan, self.torch_device)
-        self.config = ModelConfig.read(source.folder)
+        self.config = source.config
         self.model = define(self.config, TORCH_DTYPES[plan.dtype])
         self.states = adapt_recurrences(self.model, self.config)
         staging = None if plan.staging is None else plan.staging.placement
@@ -348,8 +348,9 @@ class Loading:
             else:
                 fuse_norms(self.model)
             decoder = self.model.get_decoder()
-            decoder.layers = ArrivingLayers(decoder.layers, streamed.arrivals)
-            packed = ModelRunner(self.model, self.compute, self.states)
+            mtp = self.source.shape.mtp
+            decoder.layers = ArrivingLayers(decoder.layers, streamed.arrivals, mtp)
+            packed = ModelRunner(self.model, self.compute, self.states, mtp)
             pool = _state_pool(self.source.shape, self.plan, self.torch_device, self.states)
             folder = None if store is None else store.folder
             offsets = _key_offsets(packed, self.source, self.plan, folder, key_offsets)
@@ -362,14 +363,18 @@ class Loading:
                 warm_up_products(layers, self.shards.head, self.compute, TORCH_DTYPES[self.plan.dtype], device)
             if self.plan.graphs_nbytes:
                 packed.seams.graphs = LayerGraphs(packed.layers, self.torch_device, GRAPH_ROWS, GRAPH_SIZES)
-            fused = self._fuse(packed, layers, cache)
+            fused = self._fuse(packed, cache)
             free = (lambda: None) if device is None else device.give_back
             # On a device few large tiles: each starts as many kernels. The plan has the bytes in any case.
             if device is None:
                 sampler = Sampler(CPU_SAMPLER_NBYTES)
             else:
                 sampler = Sampler(SAMPLER_NBYTES, self._draw_rows())
-            engine = Engine(packed, Scheduler(_limits(self.plan), cache), sampler, free)
+            scheduler = Scheduler(_limits(self.plan), cache)
+            predictor = (
+                Predictor(packed.mtp, scheduler, len(packed.layers)) if packed.mtp and self.plan.free_tokens else None
+            )
+            engine = Engine(packed, scheduler, sampler, free, predictor)
             opened.pop_all()
         ledger = self._ledger(streamed, cache, parking, fused)
         host_kv = cache.host_kv if isinstance(cache, CohortCache) else None
@@ -413,16 +418,16 @@ class Loading:
 
         return draw
 
-    def _fuse(self, model: ModelRunner, layers: list[LayerAssembly], cache: KVCache) -> list[FusedLayer]:
+    def _fuse(self, model: ModelRunner, cache: KVCache) -> list[FusedLayer]:
         """The layers that the library's steps compute, where all weights but experts are held and memory is free for
         buffers."""
         dense_streams = any(key.expert == DENSE for key in self.memory.streamed)
         if dense_streams or not all(pool.spec.group.is_plain for pool in cache.pools):
             return []
         vocab, compute, plan = self.source.shape.vocab, self.compute, self.plan
-        found = [each.layer for each in layers]
+        found = model.layers
         fused = fuse(model, found, vocab, compute, plan.fused_nbytes, plan.tokens_per_pass)
-        model.use(fused_executor(model, fused, len(layers), vocab, compute, cache))
+        model.use(fused_executor(model, fused, len(found), vocab, compute, cache))
         return fused
 
     def _cohorts(self, opened: ExitStack) -> CohortMemory | None:

@@ -30,7 +30,6 @@ from ..settings.errors import DoesNotFit, SettingError
 from ..settings.settings import Budgets, MemoryBudget, Settings
 from ..settings.stages import Advance, stage
 from ..shape.checkpoint_shape import open_checkpoint, read_tensors
-from ..shape.config import ModelConfig
 from ..shape.shards import lies_unpacked, model_shards, open_formats, weights_nbytes
 from ..source.model_source import ModelSource, model_fingerprint, recipe
 from ..source.stored_model import carried_files, write_resident
@@ -62,13 +61,15 @@ def store_path(
     Codes lie as kernels of `device_type` read them, "cpu" or "cuda"; None: of what this machine has. `linked`: of the
     store that names what lies in the checkpoint's files.
     """
-    made_of = _recipe(quant, dtype, device_type, linked)
+    made_of = _recipe(source, quant, dtype, device_type, linked)
     return store_folder(root or default_root(), source.name, model_fingerprint(source.weights), made_of)
 
 
-def _recipe(quant: str, dtype: str, device_type: str | None, linked: bool = False) -> Mapping[str, Any]:
+def _recipe(
+    source: ModelSource, quant: str, dtype: str, device_type: str | None, linked: bool = False
+) -> Mapping[str, Any]:
     there = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-    return recipe(quant, dtype, kernel_order(quant, TORCH_DTYPES[dtype], there), linked)
+    return recipe(quant, dtype, kernel_order(quant, TORCH_DTYPES[dtype], there), linked, source.shape.mtp)
 
 
 class Written(NamedTuple):
@@ -96,7 +97,7 @@ def prepare(
     converted whole, OutOfBudget if the store does not fit on the disk.
     """
     disk_budget(target, weights_nbytes(source.shape, quant, dtype), budget.disk_nbytes)
-    written = _copy(target, source, _recipe(quant, dtype, device_type), budget, repair)
+    written = _copy(target, source, _recipe(source, quant, dtype, device_type), budget, repair)
     release_memory()
     _keep_key_offsets(source, target, quant, dtype, budget.host_nbytes)
     return written
@@ -118,7 +119,7 @@ def prepare_linked(source: ModelSource, target: Path, quant: str, dtype: str, bu
     Reads the checkpoint once, for checksums, and copies what lies in the files otherwise than headers show; None where
     a part of a layer's experts does. A finished store is left as it is: opening it notices if the files have changed.
     """
-    fingerprint, made_of = model_fingerprint(source.weights), _recipe(quant, dtype, None, linked=True)
+    fingerprint, made_of = model_fingerprint(source.weights), _recipe(source, quant, dtype, None, linked=True)
     with suppress(FileNotFoundError, BadStore):
         found = read_manifest(target / MANIFEST)
         if found.same_making(Manifest.begin(fingerprint, made_of, found.sources)):
@@ -152,7 +153,7 @@ class _Making:
         self._dtype = made_of["dtype"]
         self.shards = model_shards(source.shape, made_of["quant"], self._dtype, made_of["layout"])
         self._window = window_nbytes(source.shape, self.shards, self._dtype, host_nbytes)
-        self._config = ModelConfig.read(source.folder)
+        self._config = source.config
 
     def opened(self) -> Checkpoint:
         return open_checkpoint(self._config, self._source.weights)

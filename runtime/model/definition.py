@@ -32,6 +32,7 @@ from .attention_seam import (
     register_attention,
 )
 from .experts_seam import PackedExperts, adapt_identity_experts, drop_identity_matrices, expert_body, register_experts
+from .mtp import add_head
 from .recurrent.ngrams import shed_hashes
 from .recurrent.seam import shed_decays
 from .text_class import text_class
@@ -98,6 +99,8 @@ def _build(config: ModelConfig, dtype: torch.dtype, implementation: str) -> PreT
         raise UnsupportedModel(f"config.json: transformers cannot build a model from it ({reason})") from None
     drop_identity_matrices(model)
     share_blocks(model)
+    if config.mtp:
+        add_head(model)
     return model
 
 

@@ -17,6 +17,7 @@ from ..attention.protocol import AttentionBackend
 from ..engine.sequence import Batch
 from .attention_seam import PackedPass
 from .graphs import LayerGraphs
+from .mtp import MtpHead
 from .recurrent.pass_states import PassStates
 
 
@@ -71,15 +72,19 @@ class ModelRunner:
     """Runs passes on the device of `compute`; set `attention` after the cache exists and before the first pass.
 
     `executor` computes them: `seams`, until loading finds that another one computes the same (`use`). `states` are
-    those of the recurrent layers, whose pool is set with `attention`.
+    those of the recurrent layers, whose pool is set with `attention`. `mtp` is the head behind the layers, if there is
+    one.
     """
 
-    def __init__(self, model: PreTrainedModel, compute: ParallelMatmul, states: PassStates | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, compute: ParallelMatmul, states: PassStates | None = None, mtp: bool = False
+    ) -> None:
         self.model = model.requires_grad_(False)
         self._compute = compute
         self.states = states
         self.seams = SeamExecutor(self.model, compute, states)
         self.executor: ModelExecutor = self.seams
+        self.mtp = MtpHead(self.model, compute) if mtp else None
 
     @property
     def attention(self) -> AttentionBackend | None:
@@ -89,11 +94,14 @@ class ModelRunner:
     @attention.setter
     def attention(self, backend: AttentionBackend | None) -> None:
         self.seams.attention = backend
+        if self.mtp is not None:
+            self.mtp.attention = backend
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The decoder layers, which a pass calls in this order."""
-        return list(self.model.get_decoder().layers.children())
+        """The decoder layers, which a pass calls in this order, without a head behind them."""
+        layers = list(self.model.get_decoder().layers.children())
+        return layers if self.mtp is None else layers[:-1]
 
     @property
     def head(self) -> nn.Module:

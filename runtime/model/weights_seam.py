@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from inspect import signature
+from itertools import islice
 from typing import Any
 
 import torch
@@ -103,16 +105,29 @@ class TiledRows(nn.Module):
 class ArrivingLayers(nn.ModuleList):
     """The decoder layers; iteration yields a layer once its shard has arrived, and frees the shard at the next step.
 
-    transformers' own `for layer in self.layers` drives the stream, so no hook is needed.
+    transformers' own `for layer in self.layers` drives the stream, so no hook is needed. With `mtp` the last layer is a
+    head, which comes by `head` alone.
     """
 
-    def __init__(self, layers: Iterable[nn.Module], arrivals: Callable[[], Iterator[int]]) -> None:
+    def __init__(self, layers: Iterable[nn.Module], arrivals: Callable[[], Iterator[int]], mtp: bool = False) -> None:
         super().__init__(layers)
         self._arrivals = arrivals
+        self._passing: Iterator[int] = iter(())
+        self.count = len(self) - mtp
 
     def __iter__(self) -> Iterator[Any]:
-        for index in self._arrivals():
+        self._passing = self._arrivals()
+        for index in islice(self._passing, self.count):
             yield self._modules[str(index)]
+        if self.count == len(self):
+            deque(self._passing, maxlen=0)
+
+    def head(self) -> Any:
+        """The MTP head, usable until the layers of the next pass are requested, however often."""
+        # What comes behind it would free it.
+        next(self._passing, None)
+        self._passing = iter(())
+        return self._modules[str(self.count)]
 
     def __getitem__(self, index: Any) -> Any:
         # transformers slices off layers that a config skips; moedge's configs skip none.

@@ -435,4 +435,6 @@ class Candidate:
             decoding = max(decoding, experts_nbytes(weights.shape, weights.dtype, self.tokens_per_pass))
         rows = whole_vectors(self.tokens_per_pass) if weights.pads_passes else self.tokens_per_pass
         scan = scan_nbytes(weights.shape, weights.dtype, rows, self.live)
-        return decoding + scan + pass_nbytes(weights.widest, weights.dtype, rows, self.rows, cache.longest)
+        # What a head reads of a pass, until it has drafted behind it.
+        kept = weights.shape.mtp * rows * weights.shape.hidden * ITEM_NBYTES[weights.dtype]
+        return kept + decoding + scan + pass_nbytes(weights.widest, weights.dtype, rows, self.rows, cache.longest)

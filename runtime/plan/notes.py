@@ -29,6 +29,7 @@ def plan_notes(weights: WeightFootprint, settings: Settings, live: int) -> tuple
         *_code_notes(shape),
         *dtype_notes(settings.dtype, shape.dtype, weights.gpu),
         *_state_notes(shape, live),
+        *_head_notes(weights.shards, shape),
         *_table_notes(shape),
         *_packing_notes(shape, settings.quant, weights.quant),
         *_shared_notes(weights.shards),
@@ -58,6 +59,12 @@ def _state_notes(shape: ModelShape, live: int) -> tuple[str, ...]:
     if not shape.state_groups or live > 1:
         return ()
     return ("prefixes are not shared: one sequence at a time keeps no state of recurrent layers where a prefix ends",)
+
+
+def _head_notes(shards: ModelShards, shape: ModelShape) -> tuple[str, ...]:
+    if not shape.mtp:
+        return ()
+    return (f"with the checkpoint's own head for drafts: a layer more, of {gib(shards.layers[-1].nbytes)}",)
 
 
 def _shared_notes(shards: ModelShards) -> tuple[str, ...]:

@@ -165,9 +165,10 @@ class ComputeOptions(PrecisionOptions, total=False):
         Option("Attention backend; auto is the fastest that works here.", "auto", panel=Panel.TUNING, file_only=True),
     ]
     speculate: Annotated[
-        Literal["auto", "off"],
+        Literal["auto", "mtp", "off"],
         Option(
-            "Draft tokens that repeat the prompt where weights arrive more slowly than they compute; off: never.",
+            "Draft tokens that repeat the prompt where weights arrive more slowly than they compute; mtp: those of the "
+            "checkpoint's own head; off: never.",
             "auto",
             panel=Panel.TUNING,
             file_only=True,

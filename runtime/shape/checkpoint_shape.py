@@ -20,6 +20,7 @@ from .families import JOINED, SHARING, TEXT_AND_PICTURES, text_name
 from .gguf import gguf_config
 from .gguf_tensors import gguf_tensors
 from .model_shape import ModelShape
+from .mtp import check_head, count_head
 from .quantized import ModelTensors
 from .read import Tensors, by_layer, divided, expert_index, is_expert, is_unused, model_shape, tensors_of
 
@@ -110,15 +111,20 @@ def _span(layers: Mapping[int, object]) -> str:
     return f"{min(layers)} to {max(layers)}, {len(layers)} of them" if layers else "none"
 
 
-def read_shape(folder: Path) -> ModelShape:
+def read_shape(folder: Path, *, mtp: bool = False) -> ModelShape:
     """The shape of a checkpoint, a folder or a GGUF file, from its config and headers, if they agree; reads no weight.
 
-    Raises UnsupportedModel for what cannot run here, BadCheckpoint for what is damaged, incomplete or contradictory.
+    With `mtp` the last layer is its head that drafts tokens. Raises UnsupportedModel for what cannot run here,
+    BadCheckpoint for what is damaged, incomplete or contradictory.
     """
     config = read_config(folder)
+    if mtp:
+        count_head(config)
     with gc_paused(), open_checkpoint(config, folder) as checkpoint:
         found = read_tensors(config, checkpoint)
         tensors = by_layer(config, found.entries)
+        if mtp:
+            check_head(config, tensors.layers)
         check_tensors(config, checkpoint, tensors, found.entries)
         return model_shape(config, found, tensors)
 

@@ -46,6 +46,8 @@ class ModelConfig:
         values = {name: value for name, value in values.items() if name != _OWN_CODE}
         values = _as_now(self.family.model_type, values)
         _refuse_code(values, CONFIG)
+        # Whether the last layer is an MTP head (mtp.py).
+        self.mtp = False
         self.quantization = parse_quantization(values)
         self.dtype = _dtype(values)
         self.values = checked_fields({key: value for key, value in values.items() if key in _KNOWN})

@@ -174,7 +174,8 @@ class ModelShape:
 
     Layers pass `streams` residual streams on, each of `hidden` elements. `stored` says what lies in its files.
     `widened_nbytes` are the bytes there of the largest quantized matrix, which are read as one; 0 where none is
-    quantized. `own_code` says that the checkpoint names code of its own, which is not run.
+    quantized. `own_code` says that the checkpoint names code of its own, which is not run, `mtp` that the last layer is
+    a head that drafts tokens.
     """
 
     model_type: str
@@ -191,6 +192,7 @@ class ModelShape:
     state_groups: tuple[StateGroup, ...] = ()
     own_code: bool = False
     streams: int = 1
+    mtp: bool = False
 
     @property
     def embedding_numel(self) -> int:

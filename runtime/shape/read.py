@@ -159,9 +159,10 @@ RECURRENT: Mapping[str, Callable[[ModelConfig], _State]] = {
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"experts\.(\d+)\.(.+)$")
 # Tensors that no pass needs, because a model computes them itself: decays of lightning attention, numbers that hash
-# n-grams.
+# n-grams. An MTP head carries copies of the embedding and the output head.
 _UNUSED = re.compile(
     r"\.(slope_rate|query_decay|key_decay|diagonal_decay|layer_multipliers|ngram_heads_vocab_sizes|ngram_heads_offsets)$"
+    r"|layers\.\d+\.(embed_tokens|shared_head\.head)\.weight$"
 )
 _INDEXER = re.compile(r"(^|\.)indexer\.(wk|k_proj|index_qk_proj)\.weight$")
 _ROUTER = re.compile(r"(^|\.)(gate|gate\.wg|shared_expert_gate|router|router\.\w+)\.weight$")
@@ -355,6 +356,7 @@ def model_shape(
         state_groups=state_groups(config, layers),
         own_code=config.own_code,
         streams=config.get("hc_count") or 1,
+        mtp=config.mtp,
     )
 
 

@@ -43,6 +43,7 @@ from ..shape.config import CONFIG, MAX_CONFIG_NBYTES, ModelConfig
 from ..shape.families import text_name
 from ..shape.formula import is_worked_out, shape_of_config
 from ..shape.model_shape import ModelShape, shape_from_json
+from ..shape.mtp import count_head
 from ..shape.read import model_shape
 from ..shape.shards import all_formats, as_found, checkpoint_nbytes, weights_nbytes
 from .hub import download_space, find_model, hub_reason, is_reachable, local_folder, repository_of
@@ -69,6 +70,25 @@ class ModelSource:
     def weights(self) -> Path:
         """The folder or the GGUF file that holds the checkpoint."""
         return self.gguf or self.folder
+
+    @property
+    def config(self) -> ModelConfig:
+        """The configuration of the model that `shape` describes, its MTP head included if that has one."""
+        config = ModelConfig.read(self.folder)
+        if self.shape.mtp:
+            count_head(config)
+        return config
+
+    def speculating(self, settings: Settings) -> ModelSource:
+        """The source with its MTP head where settings want it. Raises UnsupportedModel where there is none,
+        SettingError for a store that was prepared without."""
+        if settings.speculate != "mtp" or self.shape.mtp:
+            return self
+        if self.store is not None:
+            raise SettingError(
+                f"{self.store} was prepared without an MTP head; give the checkpoint, or another speculate"
+            )
+        return replace(self, shape=read_shape(self.weights, mtp=True))
 
     def settle(self, settings: Settings) -> Settings:
         """Settings with what a store has decided already. Raises SettingError where the user wants something else."""
@@ -149,12 +169,12 @@ def _recipe(store: Store) -> dict[str, str]:
 _PLANES = {"int4": 2}
 
 
-def recipe(quant: str, dtype: str, layout: str, linked: bool = False) -> Mapping[str, Any]:
+def recipe(quant: str, dtype: str, layout: str, linked: bool = False, mtp: bool = False) -> Mapping[str, Any]:
     """Everything beside the checkpoint that decides the bytes of a store; `layout` is the order of codes.
 
-    `linked`: what lies in the checkpoint's files as it is packed is named there and not copied.
+    `linked`: what lies in the checkpoint's files as it is packed is named there and not copied. `mtp`: with its head.
     """
-    made_of: dict[str, Any] = {"quant": quant, "dtype": dtype, "layout": layout}
+    made_of: dict[str, Any] = {"quant": quant, "dtype": dtype, "layout": layout} | ({"mtp": True} if mtp else {})
     planes = _PLANES.get(get_format(quant).parts[0])
     return made_of | ({"planes": planes} if planes else {}) | ({"linked": True} if linked else {})
 
@@ -249,6 +269,14 @@ class Headers:
     def download(self) -> dict[str, int] | None:
         """The `nbytes` of a checkpoint that is not here, and the bytes `free` on the disk where it would go."""
         return {"nbytes": checkpoint_nbytes(self.shape), "free": download_space()} if self.on_hub else None
+
+    def speculating(self, settings: Settings) -> Headers:
+        """The headers with those of the MTP head where settings want it. Raises UnsupportedModel, SettingError."""
+        if settings.speculate != "mtp" or self.shape.mtp:
+            return self
+        if self.folder is None or self.recipe:
+            raise SettingError("speculate mtp is planned from the files of a checkpoint; give its folder")
+        return replace(self, shape=read_shape(self.folder, mtp=True))
 
     def settle(self, settings: Settings) -> Settings:
         return replace(settings, **{name: self.recipe[name] for name in ("quant", "dtype") if name in self.recipe})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -78,7 +78,12 @@ def measure(model: ModelRunner, token_ids: Items[int]) -> KeyOffsets:
         # Before the first sequence of a job, any state is free.
         sequence.table.state = 0
         with model.in_floats():
-            model.forward(pack([(sequence, len(token_ids))]))
+            batch = pack([(sequence, len(token_ids))])
+            model.forward(batch)
+            if model.mtp is not None:
+                # Any token behind the last one: it is one of many.
+                behind = replace(batch, token_ids=batch.token_ids.roll(-1))
+                model.mtp.forward(behind, model.mtp.hidden[: len(token_ids)], again=False)
     finally:
         model.attention = attention
     return KeyOffsets({layer: mean.contiguous() for layer, mean in sorted(means.means.items())})
