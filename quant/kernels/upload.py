@@ -18,7 +18,8 @@ class UploadRing:
     """A ring of page-locked `memory`, uint8 [n], which is used in segments, one after the other.
 
     A segment is reused when the copies from it are done. The event for that was recorded before the other segments were
-    filled, so there is hardly ever anything to wait for. Copies run on the current stream of the calling thread, any
+    filled, so there is hardly ever anything to wait for. Any thread may upload: one waits until another has its place
+    and its copy is under way, so that none gets the other's place. Copies run on the current stream of the calling
     thread; where that is another one than before, a new segment begins, because an event tells of one stream only.
     """
 

@@ -83,7 +83,7 @@ def what_the_interpreter_can_bear() -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(key_offsets, "MAX_TOKENS", 5)
-        patch.setattr(draw, "__defaults__", (RowSizes(64, 128),))
+        patch.setattr(draw, "__defaults__", (RowSizes(128, 128),))
         yield
 
 

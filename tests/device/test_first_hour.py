@@ -4,8 +4,7 @@
 
 import sys
 import threading
-from contextlib import closing, nullcontext
-from itertools import product
+from contextlib import closing, nullcontext, suppress
 from types import ModuleType
 from typing import Any
 from unittest.mock import Mock
@@ -179,29 +178,55 @@ def test_the_ring_for_uploads_serves_two_streams(fakes: ModuleType) -> None:
             alternate(forgetful, fake)
 
 
-def together(ring: UploadRing, fake: Any) -> list[Any]:
-    """Four threads, each with its uploads, as of several models in one process; what went wrong."""
-    begin, wrong = threading.Barrier(4), []
+def together(ring: UploadRing, fake: Any, threads: int, uploads: int) -> list[Any]:
+    """Several threads, each with its uploads, as of several models in one process; what went wrong."""
+    begin, sent, wrong = threading.Barrier(threads), [], []
 
     def work(first: int) -> None:
         # Modes of torch are a thread's own.
         TorchFunctionMode.__enter__(fake)
         try:
             begin.wait()
-            sent = [(x, ring.upload(x, fake.torch_device)) for x in torch.arange(first, first + 1600).view(-1, 16)]
-            torch.cuda.synchronize()
-            wrong.extend(x for x, there in sent if there is None or not torch.equal(there.cpu(), x))
+            for x in torch.arange(first, first + 16 * uploads).view(-1, 16):
+                sent.append((x, ring.upload(x, fake.torch_device)))
         except Exception as error:
             wrong.append(error)
         finally:
             TorchFunctionMode.__exit__(fake, None, None, None)
 
-    threads = [threading.Thread(target=work, args=(10_000 * number,)) for number in range(4)]
-    for thread in threads:
+    running = [threading.Thread(target=work, args=(10_000 * number,)) for number in range(threads)]
+    for thread in running:
         thread.start()
-    for thread in threads:
+    for thread in running:
         thread.join()
-    return wrong
+    try:
+        torch.cuda.synchronize()
+    except Exception as error:
+        wrong.append(error)
+    return wrong + [x for x, there in sent if there is None or not torch.equal(there.cpu(), x)]
+
+
+class Meeting(UploadRing):
+    """Two threads that ask where the ring is free ask at once, unless one of them is kept out."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._meet = threading.Barrier(2)
+        super().__init__(memory)
+        # One thread alone waits so long, and never again.
+        self._meet_s = 0.3
+
+    _free, _meet_s = 0, 0.0
+
+    @property
+    def _head(self) -> int:
+        found = self._free
+        with suppress(threading.BrokenBarrierError):
+            self._meet.wait(self._meet_s)
+        return found
+
+    @_head.setter
+    def _head(self, value: int) -> None:
+        self._free = value
 
 
 def test_the_ring_for_uploads_serves_threads(fakes: ModuleType) -> None:
@@ -209,16 +234,22 @@ def test_the_ring_for_uploads_serves_threads(fakes: ModuleType) -> None:
     switch = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        found = {True: 0, False: 0}
-        for seed, locked in product(range(4), found):
+        for seed in range(4):
             with fakes.FakeDevice(seed) as fake:
                 ring = UploadRing(torch.empty(4 * PAGE, dtype=torch.uint8, pin_memory=True))
-                # The planted race.
-                ring._lock = ring._lock if locked else nullcontext()  # type: ignore[assignment]
-                found[locked] += len(together(ring, fake))
+                assert together(ring, fake, 4, 100) == []
     finally:
         sys.setswitchinterval(switch)
-    assert found[True] == 0 < found[False]
+
+
+@pytest.mark.parametrize("locked", [True, False])
+def test_two_threads_never_get_one_place_of_the_ring(locked: bool, fakes: ModuleType) -> None:
+    """Both look where it is free before either has taken its place; the planted bug is a ring without its lock."""
+    with fakes.FakeDevice() as fake:
+        fake.machine.haste = 0.0
+        ring = Meeting(torch.empty(4 * PAGE, dtype=torch.uint8, pin_memory=True))
+        ring._lock = ring._lock if locked else nullcontext()  # type: ignore[assignment]
+        assert (together(ring, fake, 2, 1) == []) == locked
 
 
 def test_threads_that_load_at_once_open_one_ring(fakes: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,12 +32,14 @@ PASSES = 50
 
 @dataclass(frozen=True)
 class Reserved:
-    """Bytes that the allocator took in passes after the rehearsal, and how often; how many passes there were, and of
-    how many kinds: with prompts that begin, with chunks that go on, with decoding rows, and sequences of each.
+    """Bytes that the allocator took in passes after the rehearsal, and how often; by how many bytes more were in use
+    behind the last pass than when a fifth of them had run; how many passes there were, and of how many kinds: with
+    prompts that begin, with chunks that go on, with decoding rows, and sequences of each.
     """
 
     grown: int
     segments: int
+    left: int
     passes: int
     kinds: set[tuple[int, int, int]]
 
@@ -86,14 +88,15 @@ def run(tiny: tiny_engine.Case, fake: Any, plan: Plan, seed: int = 0, passes: in
                 return compute(batch)
 
             engine.split_retry._compute = counting
-            coming = mixed(tiny, seed)
+            coming, settled = mixed(tiny, seed), 0
             for number in range(passes):
                 if number % 2 == 0 or not engine.busy:
                     engine.add(next(coming))
                 before = allocator.reserved
                 engine.step()
                 segments += allocator.reserved > before
-            return Reserved(allocator.reserved - rehearsed, segments, passes, kinds)
+                settled = allocator.allocated if number == passes // 5 else settled
+            return Reserved(allocator.reserved - rehearsed, segments, allocator.allocated - settled, passes, kinds)
 
 
 Patch = pytest.MonkeyPatch
