@@ -24,6 +24,7 @@ from bench import ROOT
 # Words of the command lines of each script; {model} is a tiny checkpoint, {ram} a budget that makes it stream, {out} an
 # empty folder.
 COMMANDS: dict[str, tuple[str, ...]] = {
+    "cpu_attention": ("--sequences 384 --kv int8",),
     "cpu_experts": ("--sequences 4",),
     "link_curves": ("--models Qwen3-30B-A3B --ram 64 --gpu-mem 6GiB --sequences 64",),
     "make_model": ("--shape toy --skew --out {out}/skewed",),

@@ -1,6 +1,6 @@
 """Attention of a pass whose sequences lie in several cohorts, one of them on the device (`runtime/kv/host.py`).
 
-Cohorts in host memory cross the link to be attended to. Or the processor attends to them where they lie: queries of
+Cohorts in host memory cross the link to be attended to. Or the CPU attends to them where they lie: queries of
 generated tokens go down and results up, a hundredth of the bytes or less. Prompts are the device's then, too: of one
 that begins in the pass nothing is in the cohort yet, and only what has a past crosses.
 """
@@ -21,7 +21,7 @@ from .protocol import AttentionBackend, AttentionCall, slots_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """Chunks of a cohort, `batch`, whose rows in the pass are `rows`; `here`: the processor attends to them."""
+    """Chunks of a cohort, `batch`, whose rows in the pass are `rows`; `here`: the CPU attends to them."""
 
     cohort: int
     rows: slice
@@ -32,7 +32,7 @@ class _Part:
 
 class CohortAttention:
     """The device's cohort attends with a backend of its own, the others one after the other through windows, or on the
-    processor.
+    CPU.
 
     A pass has its chunks by cohort, in ascending order, so that rows of a cohort follow one another.
     """
@@ -44,7 +44,7 @@ class CohortAttention:
         make: Callable[[KVCache], AttentionBackend],
         here: Sequence[AttentionBackend] = (),
     ) -> None:
-        """`make` gives the backend of a cache; `here` are those of the processor, by cohort, which store nothing. None
+        """`make` gives the backend of a cache; `here` are those of the CPU, by cohort, which store nothing. None
         where the device attends to all cohorts."""
         self._cache, self._host, self._here = cache, host, here
         self.device = make(cache)
@@ -52,7 +52,7 @@ class CohortAttention:
         self._batch: Batch | None = None
         self._parts: list[_Part] = []
         self._slots: list[TokenSlots] = []
-        # The rows of a pass to which the processor attends, and where they are in its queries, by part.
+        # The rows of a pass to which the CPU attends, and where they are in its queries, by part.
         self._rows: torch.Tensor | None = None
 
     def attend(
@@ -77,7 +77,7 @@ class CohortAttention:
         return results[0] if len(results) == 1 else torch.cat([results[index] for index in range(len(results))])
 
     def _attend_here(self, call: AttentionCall, q: torch.Tensor, rows: torch.Tensor) -> dict[int, torch.Tensor]:
-        """The results of parts of the processor, by their number; it begins when their new tokens are stored."""
+        """The results of parts of the CPU, by their number; it begins when their new tokens are stored."""
         here = [(index, part) for index, part in enumerate(self._parts) if part.here]
         ends = list(accumulate(part.batch.num_tokens for _, part in here))
         own = call if call.sinks is None else replace(call, sinks=call.sinks.cpu())
@@ -104,7 +104,7 @@ class CohortAttention:
         self._batch = batch
 
     def _part_of(self, chunk: TokenChunk) -> tuple[int, bool, bool]:
-        """The cohort of a chunk, whether the processor attends to it, and whether its cohort crosses the link."""
+        """The cohort of a chunk, whether the CPU attends to it, and whether its cohort crosses the link."""
         cohort = chunk.sequence.table.cohort
         here = cohort > 0 and bool(self._here) and chunk.decodes
         return cohort, here, cohort > 0 and not here and (not self._here or chunk.past > 0)

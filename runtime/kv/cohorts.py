@@ -22,7 +22,7 @@ class CohortSizes:
     """`count` cohorts of `blocks`, by layer group, together `nbytes` of host memory for `sequences` at their longest.
 
     The device has a ring of `window_nbytes` for layers that arrive, and `staging_nbytes` for the new tokens of a layer
-    in a pass, of which the host has several. Where the processor attends to cohorts that only generate, queries and
+    in a pass, of which the host has several. Where the CPU attends to cohorts that only generate, queries and
     results of a pass take `rows_nbytes` of the host each; else 0.
     """
 

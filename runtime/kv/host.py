@@ -34,7 +34,7 @@ Store = Callable[[KVPool, int, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 class CohortMemory:
     """The host memory of cohorts, `slab`, of tokens on their way down, `buffers`, and of `queries` and `results` of the
-    processor's attention; all of it is page-locked.
+    CPU's attention; all of it is page-locked.
 
     Raises MemoryError where the machine refuses that: copies that wait for the host would cost more than they bring.
     """
@@ -117,7 +117,7 @@ class HostKV:
         """`pools` are the device's, by layer group."""
         self._device, self._sizes, self._store, self._memory = device, sizes, store, memory
         self._pools, self._specs = pools, [pool.spec for pool in pools]
-        # Where the processor attends, few cohorts cross, and one window is for prompts that begin.
+        # Where the CPU attends, few cohorts cross, and one window is for prompts that begin.
         nbytes = sizes.window_nbytes - sizes.empty_nbytes
         # What no token was stored in must not be NaN.
         self._empty = device.allocate(sizes.empty_nbytes).zero_()
@@ -134,7 +134,7 @@ class HostKV:
         self._buffers = deque(memory.buffers)
         self._written: deque[_Written] = deque()
         self.nbytes_written = 0
-        # Sequences and layers to which the processor attended.
+        # Tokens and layers to which the CPU attended.
         self.num_attended = 0
         self._waited_before = 0.0
 
@@ -169,7 +169,7 @@ class HostKV:
         self._waited_before = self._stream.lane.seconds_waited
 
     def pools(self, cohort: int) -> list[KVPool]:
-        """The pools of a cohort, from 1 on, by layer group: to keep and move blocks, and for the processor's attention."""
+        """The pools of a cohort, from 1 on, by layer group: to keep and move blocks, and for attention of the CPU."""
         pools = []
         for group, (pool, count) in enumerate(zip(self._pools, self._sizes.blocks, strict=True)):
             spec, offsets = pool.spec, None if pool.key_transform is None else pool.key_transform.offsets.cpu()

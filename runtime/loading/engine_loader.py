@@ -197,7 +197,7 @@ def _attention_over(cache: KVCache, plan: Plan, device: Device | None) -> Attent
 
 
 def _attention_here(host_kv: HostKV, plan: Plan) -> list[AttentionBackend]:
-    """The processor's attention over each cohort, in which `HostKV` stores what is new."""
+    """The CPU's attention over each cohort, in which `HostKV` stores what is new."""
     caches = [KVCache(host_kv.pools(cohort), sharing=False) for cohort in range(1, host_kv.count + 1)]
     return [TorchAttention(each, TORCH_DTYPES[plan.dtype], False, store=_stored_before, native=True) for each in caches]
 

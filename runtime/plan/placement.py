@@ -126,8 +126,8 @@ class Plan:
 
     - `kv_blocks` is by layer group, enough for `kv_sequences` at their longest. `kv_tokens` is the longest sequence
       that is ever started.
-    - `host_kv` are cohorts of sequences whose keys and values lie in host memory and cross the link in every pass, or are
-      attended to by the CPU.
+    - `host_kv` are cohorts of sequences whose keys and values lie in host memory. They cross the link in every pass, or
+      the CPU attends to them.
     - `cpu_experts` are the seconds by which the engine divides a layer's experts that are not held between the link and
       the CPU; None: all cross it. `cpu_experts_nbytes` of host memory are for rows of those that the CPU computes.
     - `parked_blocks`, by group too, hold preempted sequences in host memory; where there are none, preempted sequences

@@ -55,7 +55,7 @@ def hosted(
     tiny: tiny_engine.Case, plan: Plan, on_device: float, cohorts: int = 0, each: float = 0, here: bool = False
 ) -> Plan:
     """The plan with blocks for `on_device` sequences at their longest, and for `each` in every one of `cohorts`, to
-    which the processor attends if `here`."""
+    which the CPU attends if `here`."""
     specs = [KVSpec(group, plan.kv, BLOCK) for group in tiny.source.shape.kv_groups]
 
     def blocks(sequences: float) -> tuple[int, ...]:
@@ -276,7 +276,7 @@ def _stream_not_emptied(patch: Patch) -> None:
 
 
 def _attended_before_it_settled(patch: Patch) -> None:
-    """The processor attends before the pass's own tokens are stored."""
+    """The CPU attends before the pass's own tokens are stored."""
     attend = HostKV.attend_here
 
     def early(self: Any, *args: Any) -> torch.Tensor:
@@ -290,12 +290,12 @@ def _attended_before_it_settled(patch: Patch) -> None:
 
 
 def _queries_not_waited_for(patch: Patch) -> None:
-    """The processor reads queries before they have come down."""
+    """The CPU reads queries before they have come down."""
     attend = HostKV.attend_here
 
     def early(self: Any, *args: Any) -> torch.Tensor:
         event = self._device.cuda.Event
-        self._device.cuda.Event = lambda: type("Event", (), {"record": lambda _: None, "synchronize": lambda _: None})()
+        self._device.cuda.Event = type("Event", (), {"record": lambda _: None, "synchronize": lambda _: None})
         found = attend(self, *args)
         self._device.cuda.Event = event
         return found
@@ -304,7 +304,7 @@ def _queries_not_waited_for(patch: Patch) -> None:
 
 
 def _queries_of_another(patch: Patch) -> None:
-    """The processor's rows of a pass are one off."""
+    """The CPU's rows of a pass are one off."""
     attend = HostKV.attend_here
     patch.setattr(HostKV, "attend_here", lambda self, q, rows, run: attend(self, q, rows.roll(1), run))
 
@@ -316,7 +316,7 @@ def _results_of_another(patch: Patch) -> None:
 
 
 def _cohort_of_another(patch: Patch) -> None:
-    """The processor attends to the next cohort's blocks."""
+    """The CPU attends to the next cohort's blocks."""
     begin = attention.CohortAttention._begin
 
     def rolled(self: Any, *args: Any) -> None:
