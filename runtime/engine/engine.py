@@ -319,8 +319,7 @@ class Engine:
         tables = [sequence.table for sequence in self.scheduler.running]
         self.metrics.count_pass(batch, self.scheduler.cache.usage(tables))
         finished = self.scheduler.commit(batch, samples, partial(self._draw_behind, samples))
-        if self.predictor is not None:
-            self.predictor.draft()
+        self._predict()
         for sequence in finished:
             self.metrics.count_finished(sequence)
         self.in_pass = False
@@ -338,6 +337,17 @@ class Engine:
         if self.predictor is not None:
             self.predictor.keep(batch)
         return sampled
+
+    def _predict(self) -> None:
+        """Drafts behind a pass; a head for which memory runs out is not computed any more, and tokens are the same."""
+        if self.predictor is None:
+            return
+        try:
+            self.predictor.draft()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self.predictor.end(f"out of memory ({cause_of(error)})")
 
     def _draw_behind(self, samples: Sampled, sequences: list[Sequence], rows: list[int]) -> Sampled:
         """A token of each sequence from a row behind drafted tokens that it has accepted meanwhile."""

@@ -64,11 +64,12 @@ class _Pass(NamedTuple):
 
 class Predictor:
     """Lets `head` draft up to `depth` tokens behind each pass, as far as passes have room for them: each that comes to
-    be accepted often enough for the time that it takes. Where not even the first does, none is drafted any more."""
+    be accepted often enough for the time that it takes. None is drafted any more once `ended` has a reason."""
 
     def __init__(self, head: Head, scheduler: Scheduler, layers: int) -> None:
         """A pass computes `layers`, and the head is as large as one of them."""
         self.depth = 1
+        self.ended = ""
         self._head = head
         self._scheduler = scheduler
         # Twice its share of a pass, or half a token: with two layers that is all that it takes.
@@ -93,11 +94,16 @@ class Predictor:
             return
         share = self._right / self._tried
         self.depth = sum(share**depth >= self._least for depth in range(1, MOST_PREDICTED + 1))
+        if not self.depth:
+            self.end(f"{share:.0%} of its tokens were accepted")
         if self._tried >= 2 * _TRIED:
             self._tried, self._right = self._tried // 2, self._right // 2
 
+    def end(self, reason: str) -> None:
+        self.depth, self.ended = 0, f"the checkpoint's own head drafts no more: {reason}"
+
     def draft(self) -> None:
-        """Drafts behind the pass that was kept, once it is committed."""
+        """Drafts behind the pass that was kept, once it is committed. Changes nothing else, whatever it raises."""
         passed, self._passed = self._passed, []
         going: list[tuple[Sequence, torch.Tensor]] = []
         for chunk in chain.from_iterable(batch.chunks for batch, _ in passed):
@@ -111,12 +117,14 @@ class Predictor:
                 ]
                 going += self._draft([new for _, new in seen], states, left > 0 or depth > 1)
         grown, last = [sequence for sequence, _ in going if self._grows(sequence, depth - 1)], dict(going)
-        for left in reversed(range(depth - 1)):
-            if chosen := [each for each in grown if len(_ids(each)) < _most(each)]:
-                chunks = [_next(sequence, row) for row, sequence in enumerate(chosen)]
-                last = dict(self._draft(chunks, torch.stack([last[each] for each in chosen]), left > 0))
-        for sequence in grown:
-            self._scheduler.cache.shrink(sequence.table)
+        try:
+            for left in reversed(range(depth - 1)):
+                if chosen := [each for each in grown if len(_ids(each)) < _most(each)]:
+                    chunks = [_next(sequence, row) for row, sequence in enumerate(chosen)]
+                    last = dict(self._draft(chunks, torch.stack([last[each] for each in chosen]), left > 0))
+        finally:
+            for sequence in grown:
+                self._scheduler.cache.shrink(sequence.table)
 
     def _room(self, sequences: int) -> int:
         """Tokens that the next pass has room for behind each of the last ones."""

@@ -101,8 +101,8 @@ def summarise(model: LoadedModel, planned: PlanResult, counts: Counts, seconds: 
     """The summary of a run that ended with the plan of `model.policy`."""
     source, policy, loaded = model.source, model.policy, model.engine
     plan, metrics, shape, crossed = policy.plan, loaded.engine.metrics, source.shape, moved(loaded)
-    if loaded.engine.predictor is not None and not loaded.engine.predictor.depth:
-        plan = replace(plan, notes=(*plan.notes, "too few tokens that the head drafted were accepted: it ended that"))
+    if loaded.engine.predictor is not None and loaded.engine.predictor.ended:
+        plan = replace(plan, notes=(*plan.notes, loaded.engine.predictor.ended))
     return RunSummary(
         version=version("moedge"),
         command="batch",

@@ -263,6 +263,7 @@ def test_a_head_that_is_never_right_is_not_computed_any_more(
         )  # fmt: skip
     assert engine.predictor is not None
     assert engine.predictor.depth == 0
+    assert engine.predictor.ended == "the checkpoint's own head drafts no more: 0% of its tokens were accepted"
     assert drafted[0] < drafted[-2] == drafted[-1]
 
 
@@ -348,6 +349,31 @@ def test_a_trained_head_is_right_more_than_once_a_pass(tmp_path: Path) -> None:
                 print(f"{way.smallest=} {temperature=}: {each:.2f} tokens of a sequence and pass, of 1")
                 assert each > (1.2 if temperature else 2.0)
                 assert counts.passes < (0.9 if temperature else 0.6) * without.metrics.passes
+
+
+@pytest.mark.parametrize("fails_at", [1, 4, 5])
+def test_memory_that_gives_out_in_the_head_ends_its_drafts(
+    fails_at: int, headed: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its first call behind a pass, and in a further one, for which tables had grown."""
+    calls = 0
+
+    def forward(head: MtpHead, *args: Any, forward: Any = MtpHead.forward) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == fails_at:
+            raise torch.OutOfMemoryError("no memory for the head")
+        return forward(head, *args)
+
+    plain, ours = rows([]), rows([])
+    with open_source(str(headed("glm4_moe"))) as source:
+        run(source, WAYS["plain"], plain, (), None)
+        monkeypatch.setattr(MtpHead, "forward", forward)
+        engine = run(source.speculating(WITH_HEAD), WAYS["plain"], ours, AMPLE, None, deep)
+    assert calls == fails_at
+    assert [each.output_ids for each in everyone(ours)] == [each.output_ids for each in everyone(plain)]
+    assert engine.predictor is not None
+    assert engine.predictor.ended.endswith("out of memory (no memory for the head)")
 
 
 @pytest.mark.parametrize("lacks", ["family", "number", "tensor", "store", "shape"])
