@@ -135,7 +135,7 @@ def load_int4_factors(keys, group_row, place, live, S: tl.constexpr):
 
 @triton.jit
 def load_value_factors(values, kv_head, place, live, S: tl.constexpr):
-    """Scales and zeros [N] of both halves of int4 values, twice the scales of int8, in `units`; and 1 / units, units.
+    """Scales and zeros [N] of both halves of int4 values, twice the scales of int8; and units, 1 / units.
 
     Units are the scales, of int4 the larger ones of both halves. Probabilities times units are what float16 can hold:
     beside the largest such product, what it cannot hold adds nothing.
@@ -153,10 +153,7 @@ def load_value_factors(values, kv_head, place, live, S: tl.constexpr):
     if values.scales is not None and S.code_type == tl.float16:
         units = tl.where(live, tl.maximum(scales, high_scales), 1.0)
         inverse = invert(units)
-        scales, high_scales, zeros, high_zeros = (
-            scales * inverse, high_scales * inverse, zeros * inverse, high_zeros * inverse,
-        )  # fmt: skip
-    return (scales, zeros, high_scales, high_zeros), inverse, units
+    return (scales, zeros, high_scales, high_zeros), units, inverse
 
 
 @triton.jit
@@ -192,7 +189,7 @@ def all_columns(sums, S: tl.constexpr):
 @triton.jit
 def add_values(values, p, factors, halves, fade, kv_head, place, live, S: tl.constexpr):
     """The sums of both parts [M, W] of both halves, times `fade` [M, 1], plus p [M, N] times stored values; and
-    `add_columns` of p times their zeros."""
+    `add_columns` of p times their zeros. Of int8 values, p is in units."""
     scales, zeros, high_scales, high_zeros = factors
     low, rest, low_added = halves[0]
     high, high_rest, high_added = halves[1]
@@ -368,7 +365,7 @@ def attend_run(stored, kv_head, run, span, asked, features, state, S: tl.constex
     key = run + tl.arange(0, S.keys)
     live = (key >= span[0]) & (key < span[1])
     place = locate(table, run, span, S)
-    factors, inverse, units = load_value_factors(values, kv_head, place, live, S)
+    factors, units, inverse = load_value_factors(values, kv_head, place, live, S)
     # Exponents are raised, so that powers of two are probabilities times units.
     raised = logarithm(units)
     scores = score(keys, queries, kv_head, place, live, S) * sizes[:, None]
@@ -385,10 +382,13 @@ def attend_run(stored, kv_head, run, span, asked, features, state, S: tl.constex
     higher = tl.maximum(highest, tl.max(scores, 1))
     # Rows without any visible key so far: -inf - -inf is NaN.
     base = tl.where(higher == float("-inf"), 0.0, higher)
-    p = tl.exp2(scores - base[:, None])
+    in_units = tl.exp2(scores - base[:, None])
+    p = in_units * inverse[None, :]
     fade = tl.exp2(highest - base)[:, None]
-    total = add_columns(total, fade, p * inverse[None, :], S)
+    total = add_columns(total, fade, p, S)
     halves = ((low, rest, low_added), (high, high_rest, high_added))
+    # Scales of int8 are the units.
+    p = in_units if values.zeros is None else p
     low, high = add_values(values, p, factors, halves, fade, kv_head, place, live, S)
     return higher, total, low[0], low[1], low[2], high[0], high[1], high[2]
 

@@ -7,6 +7,7 @@ sources with the same constants is taken from the results file.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -17,22 +18,18 @@ from triton.runtime.driver import driver
 
 from matrix.compiling import facts, rules, subjects, tritons
 
-# All that becomes code on the device, and what reads it.
-SOURCES = (
-    "quant/kernels/decode.py",
-    "quant/kernels/product.py",
-    "runtime/attention/kernels/paged.py",
-    "tests/matrix/compiling/facts.py",
-)
+# What becomes code on the device beside a kernel's own file, and what reads it.
+SOURCES = ("quant/kernels/decode.py", "tests/matrix/compiling/facts.py")
 
 
 def main(arch: int, quick: bool, results: Path) -> None:
     driver.set_active(facts.OtherGpu(arch))
     known = read(results)
-    sources = "".join((subjects.ROOT / path).read_text() for path in SOURCES)
+    shared = "".join((subjects.ROOT / path).read_text() for path in SOURCES)
     with results.open("a") as file:
         for subject in subjects.quick(arch) if quick else subjects.subjects(arch):
             launch = subject.launch()
+            sources = Path(inspect.getfile(launch.kernel.fn)).read_text() + shared
             whole = f"{triton.__version__} sm{arch} {facts.specialization(launch)} {sources}"
             key = hashlib.sha256(whole.encode()).hexdigest()[:32]
             fresh = key not in known
