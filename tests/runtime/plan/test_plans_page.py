@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from moedge.offload.budget import gib as in_gib
+from moedge.offload.machine.hardware import Hardware
+from moedge.runtime.jobs import job_plan
 from moedge.runtime.jobs.job_plan import plan_request
 from moedge.runtime.plan import planner
 from moedge.runtime.plan.planner import WORTH_STREAMING, PlanResult, solve
@@ -135,14 +136,17 @@ def test_figures_of_other_settings_are_current() -> None:
     assert PAGE.read_text().endswith(other_settings())
 
 
-def test_the_readme_has_the_plan_of_today(tmp_path: Path) -> None:
+def test_the_readme_has_the_plan_of_today(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for loading, which the processor and the disk decide."""
+    monkeypatch.setattr(job_plan, "find_hardware", lambda _: Hardware("any", 8, 64 << 30, (), "nvme"))
     budgets, headers = Budgets(ram="24GiB"), read_headers(str(config_only(tmp_path)))
     found = solve(plan_request(headers, Settings(), budgets, None, JOB, gpu="RTX 4060 8GB"))
     plan, told, text = found.plan, found.prediction, (ROOT / "README.md").read_text()
     busy = {name: seconds / told.seconds for name, seconds in told.busy_s.items() if seconds}
     assert plan.host_kv is not None
-    cohorts = f"{plan.host_kv.count} cohorts, {in_gib(plan.host_kv.nbytes)} cross the link in every pass"
+    crossing = solve(plan_request(headers, Settings(cpu_attention="off"), budgets, None, JOB, gpu="RTX 4060 8GB"))
+    rate = f"{crossing.prediction.generated_tok_s:.0f} tok/s"
+    cohorts = f"{plan.host_kv.count} cohorts, the CPU attends to them, --cpu-attention off: {rate}"
     assert (
         f"{plan.kv_sequences} sequences at full length on the GPU, {plan.host_kv.sequences} in RAM ({cohorts})" in text
     )
