@@ -130,10 +130,14 @@ def next_token(sequence: Sequence) -> int:
 
 
 def fake_source(name: str) -> Any:
-    shape = SimpleNamespace(vocab=256, context=CONTEXT, kv_groups=(KVGroup((0,), 1, 2, None),), layers=(), head=None)
-    return SimpleNamespace(
+    shape = SimpleNamespace(
+        vocab=256, context=CONTEXT, kv_groups=(KVGroup((0,), 1, 2, None),), layers=(), head=None, num_experts=0
+    )
+    source = SimpleNamespace(
         name=name, folder=Path("/nonexistent-model"), shape=shape, store=None, settle=lambda settings: settings
     )
+    source.speculating = lambda _: source
+    return source
 
 
 # What computes attention on this machine, and whether activations are rounded.
