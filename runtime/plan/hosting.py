@@ -41,7 +41,7 @@ def rooms(
     """The ways to keep `sequences` at their longest with a budget of the tier that computes, all of them there first.
 
     Host memory takes at most `host_nbytes`, all page-locked; 0 where it may take none. `row_nbytes` of it are for each
-    token of a pass where the CPU may attend to cohorts, else 0.
+    token of a pass where the CPU may attend to cohorts, which it then does or not; else 0.
     """
     weights, cache, free = candidate.weights, candidate.cache, budget_nbytes - candidate.fixed
     blocks = cache.blocks(sequences)
@@ -49,6 +49,13 @@ def rooms(
         yield Room(sequences, blocks, left)
     if not host_nbytes or not weights.on_device or any(spec.group.is_index for spec in cache.specs):
         return
+    for nbytes in sorted({0, row_nbytes}):
+        yield from _hosted(candidate, sequences, free, host_nbytes, nbytes)
+
+
+def _hosted(candidate: Candidate, sequences: int, free: int, host_nbytes: int, row_nbytes: int) -> Iterator[Room]:
+    """Rooms with cohorts; `free` bytes of the tier that computes are for weights and for keys and values."""
+    weights, cache = candidate.weights, candidate.cache
     known = {sequences}
     for kept in (weights.streaming_nbytes + device_ring(weights.shards, free), weights.nbytes):
         cohorts = _cohorts(candidate, sequences, row_nbytes)

@@ -392,8 +392,7 @@ class _Search:
                 break
             if plan := self._plan(each):
                 plan, predicted = self._beside_cpu(plan)
-                hosted = plan.host_kv
-                streams = bool(plan.placement.ring_nbytes) + (hosted is not None) + bool(hosted and hosted.rows_nbytes)
+                streams = bool(plan.placement.ring_nbytes) + (plan.host_kv is not None)
                 judged = predicted.total_s * WORTH_STREAMING**streams
                 if best is None or (judged, each.index) < best[:2]:
                     best = judged, each.index, plan, predicted, each
@@ -420,21 +419,21 @@ class _Search:
         worth = faster.total_s * WORTH_STREAMING <= predicted.total_s
         return (divided, faster) if worth else (plan, predicted)
 
+    def _cpu_may(self, setting: str, deterministic: bool) -> bool:
+        """Whether the CPU may compute beside a device, by a setting of the user's."""
+        here = self._request.elsewhere or library.available()
+        return here and self._budget.device is not None and not deterministic and setting != "off"
+
     def _row_nbytes(self, weights: WeightFootprint) -> int:
         """Bytes of host memory for a token's queries where the CPU may attend to cohorts, else 0."""
-        request, costs = self._request, self._request.costs
-        off = weights.deterministic or request.settings.cpu_attention == "off"
-        if off or not may_attend(weights.shape, costs.rates) or not (request.elsewhere or library.available()):
-            return 0
-        return costs.query_nbytes(weights.dtype)
+        costs, setting = self._request.costs, self._request.settings.cpu_attention
+        may = self._cpu_may(setting, weights.deterministic) and may_attend(weights.shape, costs.rates)
+        return costs.query_nbytes(weights.dtype) if may else 0
 
     def _expert_seconds(self, formats: Plan | WeightFootprint) -> ExpertSeconds | None:
         """None where the CPU may compute no experts beside a device."""
-        request = self._request
-        here = request.elsewhere or library.available()
-        if self._budget.device is None or formats.deterministic or request.settings.cpu_experts == "off" or not here:
-            return None
-        return request.costs.expert_seconds(formats.quant, formats.dtype)
+        may = self._cpu_may(self._request.settings.cpu_experts, formats.deterministic)
+        return self._request.costs.expert_seconds(formats.quant, formats.dtype) if may else None
 
     def holds_everything(self, plan: Plan) -> bool:
         """Whether all weights are in the tier that computes, and every running sequence has its blocks."""
@@ -446,12 +445,8 @@ class _Search:
         for tokens in self.space.tokens():
             for live in self.space.sequences(tokens):
                 candidate = self._candidate(quant, tokens, live)
-                cached, host_nbytes = self._cached(candidate), self._host_kv_nbytes
-                found = list(rooms(candidate, cached, budget, host_nbytes))
-                if row_nbytes := self._row_nbytes(candidate.weights):
-                    found += [
-                        each for each in rooms(candidate, cached, budget, host_nbytes, row_nbytes) if each.host_kv
-                    ]
+                hosted = self._host_kv_nbytes, self._row_nbytes(candidate.weights)
+                found = list(rooms(candidate, self._cached(candidate), budget, *hosted))
                 if not found:
                     break
                 for room in found:

@@ -14,7 +14,7 @@ from moedge.runtime.kv.spec import KVSpec
 from moedge.runtime.plan.cost_model import CostModel
 from moedge.runtime.plan.cpu_attention import CPUAttention
 from moedge.runtime.plan.plan_file import load_plan
-from moedge.runtime.plan.planner import WORTH_STREAMING, PlanResult, solve
+from moedge.runtime.plan.planner import PlanResult, solve
 from moedge.runtime.settings.settings import Settings
 from moedge.runtime.shape.model_shape import KVGroup
 from moedge.what_if import document
@@ -39,7 +39,6 @@ def test_many_sequences_in_host_memory_gain_from_the_cpu(kv: str, gain: float) -
     # Queries of 32 heads of 128 in bfloat16.
     assert rows_nbytes(attended) == attended.plan.tokens_per_pass * 32 * 128 * 2
     assert attended.prediction.generated_tok_s > gain * crossing.prediction.generated_tok_s
-    assert attended.prediction.total_s * WORTH_STREAMING <= crossing.prediction.total_s
     for tier in attended.ledger.tiers.values():
         assert tier.budget is None or tier.planned <= tier.budget
 
