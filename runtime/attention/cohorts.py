@@ -7,7 +7,7 @@ that begins in the pass nothing is in the cohort yet, and only what has a past c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 
@@ -42,9 +42,9 @@ class CohortAttention:
         cache: KVCache,
         host: HostKV,
         make: Callable[[KVCache], AttentionBackend],
-        here: Sequence[AttentionBackend] = (),
+        here: AttentionBackend | None = None,
     ) -> None:
-        """`make` gives the backend of a cache; `here` are those of the CPU, by cohort, which store nothing. None
+        """`make` gives the backend of a cache; `here` is the CPU's, over `HostKV.here`, which stores nothing: None
         where the device attends to all cohorts."""
         self._cache, self._host, self._here = cache, host, here
         self.device = make(cache)
@@ -80,13 +80,16 @@ class CohortAttention:
         """The results of parts of the CPU, by their number; it begins when their new tokens are stored."""
         here = [(index, part) for index, part in enumerate(self._parts) if part.here]
         ends = list(accumulate(part.batch.num_tokens for _, part in here))
+        at, backend = self._cache.layer_indices[call.layer], self._here
+        assert backend is not None
         own = call if call.sinks is None else replace(call, sinks=call.sinks.cpu())
 
         def attended(queries: torch.Tensor) -> torch.Tensor:
             found = []
             for (_, part), end in zip(here, ends, strict=True):
                 mine = queries[end - part.batch.num_tokens : end]
-                found.append(self._here[part.cohort - 1].attend(own, mine, mine, mine, part.batch))
+                self._host.bind_here(part.cohort, at)
+                found.append(backend.attend(own, mine, mine, mine, part.batch))
             return torch.cat(found)
 
         found = self._host.attend_here(q, rows, attended)
@@ -106,8 +109,8 @@ class CohortAttention:
     def _part_of(self, chunk: TokenChunk) -> tuple[int, bool, bool]:
         """The cohort of a chunk, whether the CPU attends to it, and whether its cohort crosses the link."""
         cohort = chunk.sequence.table.cohort
-        here = cohort > 0 and bool(self._here) and chunk.decodes
-        return cohort, here, cohort > 0 and not here and (not self._here or chunk.past > 0)
+        here = cohort > 0 and self._here is not None and chunk.decodes
+        return cohort, here, cohort > 0 and not here and (self._here is None or chunk.past > 0)
 
     def _slots_of(self, parts: list[_Part], group: int) -> TokenSlots:
         block = self._cache.block

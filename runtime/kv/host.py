@@ -128,6 +128,11 @@ class HostKV:
             LayerWindow(pool, ring[: count * pool.spec.record_nbytes])
             for pool, count in zip(pools, sizes.blocks, strict=True)
         ]
+        # The slab itself, of which the CPU attends to one layer of a cohort at a time.
+        self.here = [
+            LayerWindow(pool, pool.memory.bytes[: self._shard(1, LayerIndex(group, 0)).nbytes])
+            for group, pool in enumerate(self.pools(1))
+        ]
         # What is new of a layer, in blocks of its own, so that the kernel that stores it there is the usual one.
         self._staging = device.allocate(sizes.staging_nbytes)
         self._new = [LayerWindow(pool, self._staging[: pool.spec.record_nbytes]) for pool in pools]
@@ -137,11 +142,6 @@ class HostKV:
         # Tokens and layers to which the CPU attended.
         self.num_attended = 0
         self._waited_before = 0.0
-
-    @property
-    def count(self) -> int:
-        """Cohorts in host memory."""
-        return self._sizes.count
 
     @property
     def device_nbytes(self) -> int:
@@ -169,7 +169,7 @@ class HostKV:
         self._waited_before = self._stream.lane.seconds_waited
 
     def pools(self, cohort: int) -> list[KVPool]:
-        """The pools of a cohort, from 1 on, by layer group: to keep and move blocks, and for attention of the CPU."""
+        """The pools of a cohort, from 1 on, by layer group: to keep and move blocks, not to attend to."""
         pools = []
         for group, (pool, count) in enumerate(zip(self._pools, self._sizes.blocks, strict=True)):
             spec, offsets = pool.spec, None if pool.key_transform is None else pool.key_transform.offsets.cpu()
@@ -219,6 +219,11 @@ class HostKV:
         event.record()
         self._written.append(_Written(event, buffer, at, slots))
         self.nbytes_written += nbytes
+
+    def bind_here(self, cohort: int, at: LayerIndex) -> None:
+        """Lets the group's window of `here` have that layer of a cohort."""
+        shard = self._shard(cohort, at)
+        self.here[at.group].bind(self._memory.slab.bytes[shard.offset : shard.offset + shard.nbytes])
 
     def attend_here(
         self, q: torch.Tensor, rows: torch.Tensor, attend: Callable[[torch.Tensor], torch.Tensor]

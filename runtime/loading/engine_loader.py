@@ -172,7 +172,7 @@ def make_compute(shape: ModelShape, plan: Plan, torch_device: torch.device) -> P
 def make_attention(cache: KVCache, plan: Plan, device: Device | None) -> AttentionBackend:
     """The attention backend that the plan names; without a device Triton's kernels run in its interpreter."""
     if isinstance(cache, CohortCache):
-        here = _attention_here(cache.host_kv, plan) if plan.host_kv and plan.host_kv.rows_nbytes else ()
+        here = _attention_here(cache.host_kv, plan) if plan.host_kv and plan.host_kv.rows_nbytes else None
         return CohortAttention(cache, cache.host_kv, lambda one: _attention_over(one, plan, device), here)
     return _attention_over(cache, plan, device)
 
@@ -196,10 +196,10 @@ def _attention_over(cache: KVCache, plan: Plan, device: Device | None) -> Attent
     return TritonAttention(cache, dtype, tiled, gpu, torch_device, plan.stores_by_kernel)
 
 
-def _attention_here(host_kv: HostKV, plan: Plan) -> list[AttentionBackend]:
-    """The CPU's attention over each cohort, in which `HostKV` stores what is new."""
-    caches = [KVCache(host_kv.pools(cohort), sharing=False) for cohort in range(1, host_kv.count + 1)]
-    return [TorchAttention(each, TORCH_DTYPES[plan.dtype], False, store=_stored_before, native=True) for each in caches]
+def _attention_here(host_kv: HostKV, plan: Plan) -> AttentionBackend:
+    """The CPU's attention over cohorts, in which `HostKV` stores what is new."""
+    cache = KVCache(host_kv.here, sharing=False)
+    return TorchAttention(cache, TORCH_DTYPES[plan.dtype], False, store=_stored_before, native=True)
 
 
 def _stored_before(pool: KVPool, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -317,13 +317,8 @@ def _results_of_another(patch: Patch) -> None:
 
 def _cohort_of_another(patch: Patch) -> None:
     """The CPU attends to the next cohort's blocks."""
-    begin = attention.CohortAttention._begin
-
-    def rolled(self: Any, *args: Any) -> None:
-        self._here = [*self._here[1:], self._here[0]]
-        begin(self, *args)
-
-    patch.setattr(attention.CohortAttention, "_begin", rolled)
+    bind = HostKV.bind_here
+    patch.setattr(HostKV, "bind_here", lambda self, cohort, at: bind(self, cohort % self._sizes.count + 1, at))
 
 
 def _past_not_brought(patch: Patch) -> None:
