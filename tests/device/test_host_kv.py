@@ -25,7 +25,9 @@ def check(ran: Any, wanted: Any, there: bool) -> None:
     assert ran.tokens == wanted.tokens
     assert (ran.read, ran.written) == (ran.expected_read, ran.expected_written)
     assert ran.attended == ran.expected_attended
-    assert (ran.read > 0) == (ran.written > 0) == there
+    assert (ran.written > 0) == there
+    # Where the CPU attends and no prompt is divided, nothing need cross.
+    assert (ran.read > 0) == there or ran.attended
 
 
 @pytest.mark.sample("half-qwen3_moe-int8-part", "half-deepseek_v3-fp32-part", "half-gpt_oss-fp32-part")
