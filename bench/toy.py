@@ -47,6 +47,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "job_scale": ("--rows 300 --small 50 --seconds 0.5",),
     "kernels": ("--help",),
     "kv_waste": ("--rows 60 --live 8 --blocks 16 --pool 0.5",),
+    "night": ("--model {model} --stores {out} --rows 4 --prompt 8 --new 4 --lever now: --lever now:--quant=int8",),
     "micro": (
         "attention --sequences 4 --context 64 --shape gpt-oss-20b --repeats 1",
         "linear --repeats 1 --shape 128 256 --strips 256",

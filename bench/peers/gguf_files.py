@@ -1,11 +1,17 @@
 """GGUF files of Qwen3 mixtures of experts, for llama.cpp: bf16 by gguf's writer, others by llama-quantize.
 
+    python -m bench.peers.gguf_files models/q24 IQ3_S --llama-bin LLAMA_BIN     # one layer, repeated
+
 Names and layouts are those of llama.cpp's converter, which cannot be asked itself: it knows tokenizers by their hashes,
 and those of bench.make_model are its own.
+
+llama-quantize takes hours for a mixture of 31 GB in formats with codebooks. What the command above writes is for speed
+alone: the first layer's quantized tensors stand for those of every layer.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 from collections.abc import Iterator
@@ -23,7 +29,7 @@ PARTS = {
 EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 
 
-def gguf_of(model: Path, kind: str, binaries: Path) -> Path:
+def gguf_of(model: Path, kind: str, binaries: Path, imatrix: Path | None = None) -> Path:
     """The file of `kind` beside the model, `m-Q4_0.gguf`, written where it is missing. Raises SystemExit."""
     file = model.parent / f"{model.name}-{kind}.gguf"
     if file.exists():
@@ -33,12 +39,56 @@ def gguf_of(model: Path, kind: str, binaries: Path) -> Path:
     if kind == "bf16":
         write(model, unfinished)
     else:
-        command = [str(binaries / "llama-quantize"), str(gguf_of(model, "bf16", binaries)), str(unfinished), kind, "2"]
+        options = ["--imatrix", str(imatrix)] if imatrix else []
+        files = [str(gguf_of(model, "bf16", binaries)), str(unfinished)]
+        command = [str(binaries / "llama-quantize"), *options, *files, kind, "2"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
             raise SystemExit(f"llama-quantize ended with {done.returncode}: {said}")
     return unfinished.rename(file)
+
+
+def with_one_layer(model: Path) -> Path:
+    """A folder beside the model that is its first layer, without a copy of its weights."""
+    folder = model.parent / f"{model.name}-one"
+    folder.mkdir(exist_ok=True)
+    for file in model.iterdir():
+        if file.name != "config.json" and not (folder / file.name).exists():
+            (folder / file.name).symlink_to(file.resolve())
+    config = json.loads((model / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    return folder
+
+
+def repeat_layer(one: Path, layers: int, path: Path) -> None:
+    """Writes the file `one` of a single layer with that layer's tensors `layers` times."""
+    import gguf
+
+    reader = gguf.GGUFReader(one)
+    writer = gguf.GGUFWriter(path, ARCHITECTURE)
+    count = f"{ARCHITECTURE}.block_count"
+    for field in reader.fields.values():
+        if field.name.startswith("GGUF.") or field.name in ("general.architecture", count):
+            continue
+        kinds = list(field.types)
+        inner = kinds[-1] if kinds[0] is gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(field.name, field.contents(), kinds[0], inner)
+    writer.add_block_count(layers)
+    tensors = [
+        (tensor.name.replace("blk.0.", f"blk.{layer}."), tensor)
+        for tensor in reader.tensors
+        for layer in range(layers if tensor.name.startswith("blk.0.") else 1)
+    ]
+    for name, tensor in tensors:
+        data = tensor.data
+        writer.add_tensor_info(name, data.shape, data.dtype, data.nbytes, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for _, tensor in tensors:
+        writer.write_tensor_data(tensor.data)
+    writer.close()
 
 
 def write(model: Path, path: Path) -> None:
@@ -148,3 +198,21 @@ def _vocabulary(writer: Any, model: Path, eos: int) -> None:
     writer.add_token_types([CONTROL if token in special else NORMAL for token in tokens])
     writer.add_token_merges([one if isinstance(one, str) else " ".join(one) for one in content["model"]["merges"]])
     writer.add_eos_token_id(eos)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("kind", help="a format of llama-quantize")
+    parser.add_argument("--llama-bin", type=Path, required=True)
+    parser.add_argument("--imatrix", type=Path, help="what llama-imatrix wrote of the layer; some formats want it")
+    options = parser.parse_args()
+    one = gguf_of(with_one_layer(options.model), options.kind, options.llama_bin, options.imatrix)
+    layers = json.loads((options.model / "config.json").read_text())["num_hidden_layers"]
+    path = options.model.parent / f"{options.model.name}-{options.kind}.gguf"
+    repeat_layer(one, layers, path)
+    print(f"{path}: {path.stat().st_size / 1e9:.2f} GB")
+
+
+if __name__ == "__main__":
+    main()
