@@ -94,7 +94,8 @@ EXPERT_LAUNCHES = 12
 # event (bench/test_host_cost.py); and an eighth of two launches by Triton, an upload and an allocation.
 ARRIVAL_CALLS = 3
 ARRIVAL_S = SLOWER * (20e-6 + 50e-6 / 8) + ARRIVAL_CALLS * CALL_S + (2 * 18e-6 + 2 * 5e-6) / 8
-# A sequence in a pass: engine and text 10 us, tables of pages 15 us (Zen 5).
+# A sequence in a pass: engine and text 10 us, tables of pages 15 us (Zen 5), before layers shared what they look for.
+# Since then `python -m bench.host_cost --sequences 64 512` has found 22 to 28 us on a Zen 3 that others used, too.
 SEQUENCE_S = SLOWER * 25e-6
 # A small kernel takes the device so long, however little it computes: with one sequence an H200 took 5.0 ms for the
 # 1,600 of a pass beside its products, attention and sampler, which are 7 launches a layer.
