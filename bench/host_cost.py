@@ -286,9 +286,11 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with torch.inference_mode():
-        rows = list(
-            measure_sequences(*arguments.sequences, arguments.repeats) if arguments.sequences else measure(arguments)
-        )
+        if arguments.sequences:
+            few, many = arguments.sequences
+            rows = list(measure_sequences(few, many, arguments.repeats))
+        else:
+            rows = list(measure(arguments))
     print("| " + " | ".join(rows[0]) + " |\n|" + "---|" * len(rows[0]))
     for row in rows:
         print("| " + " | ".join(map(str, row.values())) + " |")

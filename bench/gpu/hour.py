@@ -152,7 +152,8 @@ def time_with(multiprocessors: int, cases: Callable[[], Iterable[Any]]) -> dict[
         from torch.cuda.green_contexts import GreenContext
 
         # Streams belong to the context in which they are made, kernels to that in which they are loaded.
-        GreenContext.create(num_sms=multiprocessors, device_id=0).set_context()
+        context: Any = GreenContext.create(num_sms=multiprocessors, device_id=0)
+        context.set_context()
     except (ImportError, RuntimeError) as refused:
         return {"skipped": f"no green context of {multiprocessors} multiprocessors: {refused}"}
     return _time(cases)

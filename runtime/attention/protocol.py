@@ -285,8 +285,9 @@ class PassPages:
             parts: dict[str, list[int]] = {"fresh": [], "decode": [], "extend": []}
             for index, chunk in enumerate(self.chunks):
                 parts[_kind_of(call, chunk, tiled)].append(index)
-            longest = max((self.chunks[index].past + 1 for index in parts["decode"]), default=0)
-            self._divisions[kind] = Division(*map(tuple, parts.values()), longest=longest)
+            fresh, decode, extend = map(tuple, parts.values())
+            longest = max((self.chunks[index].past + 1 for index in decode), default=0)
+            self._divisions[kind] = Division(fresh, decode, extend, longest)
         return self._divisions[kind]
 
     def tiled(self, chunks: tuple[int, ...], tokens: int) -> Pages:
