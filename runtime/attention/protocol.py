@@ -286,8 +286,9 @@ class PassPages:
             for index, chunk in enumerate(self.chunks):
                 parts[_kind_of(call, chunk, tiled)].append(index)
             fresh, decode, extend = map(tuple, parts.values())
-            longest = max((self.chunks[index].past + 1 for index in decode), default=0)
-            self._divisions[kind] = Division(fresh, decode, extend, longest)
+            self._divisions[kind] = Division(
+                fresh, decode, extend, max((self.chunks[index].past + 1 for index in decode), default=0)
+            )
         return self._divisions[kind]
 
     def tiled(self, chunks: tuple[int, ...], tokens: int) -> Pages:

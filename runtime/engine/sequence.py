@@ -338,9 +338,8 @@ def _pack(parts: list[tuple[Sequence, int, int]]) -> Batch:
         samples = 0 < known <= count
         forks = tuple(sequence.forks) if samples else ()
         num_drafted = max(0, count - max(0, known))
-        begin = len(token_ids)
-        end = begin + count - num_drafted
-        chunk = TokenChunk(sequence, begin, past, count, samples, forks, num_drafted)
+        chunk = TokenChunk(sequence, len(token_ids), past, count, samples, forks, num_drafted)
+        end = chunk.begin + count - num_drafted
         chunks.append(chunk)
         token_ids += sequence.tokens(past, past + count)
         positions += range(past, past + count)

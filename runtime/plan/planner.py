@@ -47,9 +47,7 @@ SMALL_KV = "int8"
 LEAST_TOKENS, MOST_TOKENS = 64, 8192
 # More sequences than this are not tried: these take the host 0.15 s a pass (presets.SEQUENCE_S).
 MOST_SEQUENCES = 4096
-# Sequences differ from their mean: this many times the blocks that they use, and none is preempted. By the scheduler
-# alone, 440 rows of 512 + 256 tokens, 88 of them at most and 256 tokens a pass: once as many blocks take 6.4 % more
-# passes and preempt 0.7 % of the rows, 1.05 times 1.3 % and 0.5 %, 1.25 times 0.3 % fewer passes.
+# Of the blocks that sequences use in the mean: so many are enough (bench/results/streaming.md, "Spare blocks").
 SPARE_BLOCKS = 1.1
 # A plan that streams weights must be faster by this much than one that holds them all, and so must one that streams
 # keys and values: predictions are not better (a recorded job within a tenth, bench/results/gpu.md), and what streams
