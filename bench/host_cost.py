@@ -1,8 +1,10 @@
-"""What Python costs for every expert that streams, where nothing moves: microseconds that a link must hide.
+"""What Python costs for every expert that streams, where nothing moves: microseconds that a link must hide; and for
+every sequence of a pass.
 
     python -m bench.host_cost
     python -m bench.host_cost --layers 2 --experts 16 --tokens 4 --repeats 3
     python -m bench.host_cost --lane cuda                 with the lane of a GPU over a CUDA that does nothing
+    python -m bench.host_cost --sequences 64 512          a sequence in a pass, greedily and drawn
     python -m bench.host_cost --json host.json
 
 A pass goes through the layers as `moe/expert_cache.py` serves them: what a router chose is requested, arrives over a
@@ -12,6 +14,10 @@ no kernel started: of a GPU's host time this is the part that the cache, the str
 
 `--lane cuda` takes the lane that copies to a GPU; its calls of CUDA return at once and are counted. What they take of a
 driver is in `runtime/plan/presets.py`.
+
+`--sequences FEW MANY`: what a decoding pass takes more with MANY sequences than with FEW, over their difference:
+scheduling, packing, tables of pages in 48 layers, what a draw asks of the host, and text
+(`tests/support/device/sequence_cost.py`).
 """
 
 from __future__ import annotations
@@ -40,10 +46,13 @@ from moedge.offload.stream.cuda_lane import CudaLane
 from moedge.offload.stream.stream import ALIGNMENT, Lane, Ring, Run, Shard, ShardKey, ShardStream, SyncPoint
 from moedge.quant.formats.format import get_format
 from moedge.quant.tensor import PackedTensor
+from support.device.sequence_cost import NEW, decoding_engine
 
 # Experts of Qwen3-30B-A3B in nf4.
 WIDTH, INNER, FORMAT = 2048, 768, "nf4"
 PER_TOKEN = 8
+# Of the same model.
+LAYERS = 48
 
 
 class Point:
@@ -243,6 +252,27 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, float | str]]:
             }
 
 
+def measure_sequences(few: int, many: int, repeats: int) -> Iterator[dict[str, float | str]]:
+    """Of passes of both numbers of sequences, in turn, so that what else runs slows both: CPU time of this thread."""
+    for sampled in (False, True):
+        times: dict[int, list[float]] = {few: [], many: []}
+        with decoding_engine(few, sampled, LAYERS) as one, decoding_engine(many, sampled, LAYERS) as other:
+            for _ in range(min(repeats, NEW - 4)):
+                for count, engine in ((few, one), (many, other)):
+                    begun = time.thread_time()
+                    engine.step()
+                    times[count].append((time.thread_time() - begun) * 1e6)
+        yield {
+            "tokens": "drawn" if sampled else "greedy",
+            f"us of a pass of {few}": round(statistics.median(times[few])),
+            f"of {many}": round(statistics.median(times[many])),
+            "us per sequence": round(
+                (statistics.median(times[many]) - statistics.median(times[few])) / (many - few), 1
+            ),
+            "fastest": round((min(times[many]) - min(times[few])) / (many - few), 1),
+        }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=12)
@@ -251,11 +281,16 @@ def main() -> None:
     parser.add_argument("--ring", type=int, default=64, help="Number of experts that the ring can hold.")
     parser.add_argument("--lane", choices=("none", "cuda"), default="none")
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--sequences", type=int, nargs=2, metavar=("FEW", "MANY"))
     parser.add_argument("--json", type=Path, help="Write the figures there, too.")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with torch.inference_mode():
-        rows = list(measure(arguments))
+        if arguments.sequences:
+            few, many = arguments.sequences
+            rows = list(measure_sequences(few, many, arguments.repeats))
+        else:
+            rows = list(measure(arguments))
     print("| " + " | ".join(rows[0]) + " |\n|" + "---|" * len(rows[0]))
     for row in rows:
         print("| " + " | ".join(map(str, row.values())) + " |")

@@ -71,9 +71,10 @@ def seconds_of(run: Callable[[], object]) -> float:
     return triton.testing.do_bench(run, warmup=50, rep=200, return_mode="median") / 1000
 
 
-def timed_attention(capability: tuple[int, int]) -> Iterator[Timed]:
+def timed_attention(capability: tuple[int, int], processors: int = 0) -> Iterator[Timed]:
+    """`processors`: of the GPU's multiprocessors, those that kernels are given; 0 for all."""
     dtype = BF16 if capability >= (8, 0) else FP16
-    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    processors = processors or torch.cuda.get_device_properties(0).multi_processor_count
     for head_dim, (keys, values) in itertools.product((64, 128), KV_PAIRS):
         base = paged_cases.Case(keys, values, head_dim, 8, 32, 4, dtype=dtype, native=dtype, device="cuda")
         usual = decode_cut(capability, head_dim, 8, wide=False, kind=paged_cases.kind_of(keys, values))

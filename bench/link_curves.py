@@ -27,8 +27,10 @@ from support import plans_page
 from support.device.link_events import LayerWork, PassWork, Seconds, Simulation
 
 
-def work_of(shape: ModelShape, plan: Plan, seconds: Seconds, disk_bytes_s: float = 0.0) -> PassWork:
-    """A pass in which all sequences of a plan decode. Layers take what their share of the weights takes.
+def work_of(
+    shape: ModelShape, plan: Plan, seconds: Seconds, disk_bytes_s: float = 0.0, tokens: float | None = None
+) -> PassWork:
+    """A pass in which all sequences of a plan decode, or of `tokens`; layers take what their share of weights takes.
 
     Of experts that are not held those arrive that are wanted, as many as if tokens chose independently.
     """
@@ -43,7 +45,11 @@ def work_of(shape: ModelShape, plan: Plan, seconds: Seconds, disk_bytes_s: float
         spec, blocks = specs[index]
         missing = layer.num_experts - held.held_experts[index]
         experts_s = seconds.layers * _experts_nbytes(layer) / total
-        wanted = wanted_by(live, kind.experts.per_token / kind.experts.count) if kind.experts else 0.0
+        wanted = (
+            wanted_by(live if tokens is None else tokens, kind.experts.per_token / kind.experts.count)
+            if kind.experts
+            else 0.0
+        )
         layers.append(
             LayerWork(
                 dense_nbytes=layer.dense.nbytes if index in streamed else 0,
@@ -59,7 +65,7 @@ def work_of(shape: ModelShape, plan: Plan, seconds: Seconds, disk_bytes_s: float
         )
     windows = sizes.window_nbytes if sizes else 0
     work = PassWork(tuple(layers), cohorts, held.dense_ring, held.expert_ring, windows, seconds)
-    return _with_disk(work, plan, shards, disk_bytes_s) if plan.streams else work
+    return _with_disk(work, plan, shards, disk_bytes_s) if plan.streams and plan.staging else work
 
 
 def _with_disk(work: PassWork, plan: Plan, shards: ModelShards, bytes_s: float) -> PassWork:

@@ -43,7 +43,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     ),
     "first_output": ("--runs 1 --only refuse",),
     "gpu": ("budgets --out {out}/gpu.json",),
-    "host_cost": ("--layers 2 --experts 16 --tokens 4 --repeats 3",),
+    "host_cost": ("--layers 2 --experts 16 --tokens 4 --repeats 3", "--sequences 2 4 --repeats 3"),
     "job_scale": ("--rows 300 --small 50 --seconds 0.5",),
     "kernels": ("--help",),
     "kv_waste": ("--rows 60 --live 8 --blocks 16 --pool 0.5",),

@@ -1,20 +1,22 @@
 """Part `hour`: what a borrowed GPU is asked first, in the order in which plans depend on it.
 
 The machine's profile; where a pass's time goes, for link, device and host, beside what was predicted of each; the same
-over a link that is slowed, and with everything held; the kernels; then tokens. Every step is saved on its own. It ends
-with a page that has what was predicted beside what was measured.
+over a link that is slowed, and with everything held; the kernels, also with fewer multiprocessors; then tokens. Every
+step is saved on its own. It ends with a page that has what was predicted beside what was measured.
 """
 
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import statistics
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -51,6 +53,8 @@ from moedge.runtime.weights import streaming
 # An H200 has the multiprocessors, the clock and the link of an H100.
 _, H100 = find_preset("H100 80GB")
 SHEETS = {"NVIDIA H200": replace(H100, gib=141, bandwidth=4800), "NVIDIA H100 80GB HBM3": H100}
+# About half of an H100, and those of an RTX 4060: compute capability 9.0 gives multiples of eight.
+MULTIPROCESSORS = (64, 24)
 SPIN_S = 0.005
 ROWS_SHOWN = 40
 
@@ -89,6 +93,11 @@ def run_hour(report: Report, fake: bool) -> None:
         report.step("hour", f"passes, {asked.config} in {asked.budget}", partial(_passes, asked))
     report.step("hour", "attention, time", partial(_time, partial(timed_attention, torch.cuda.get_device_capability())))
     report.step("hour", "experts, time", partial(_time, timed_experts))
+    for count in MULTIPROCESSORS:
+        attention = partial(timed_attention, torch.cuda.get_device_capability(), count)
+        for name, cases in (("attention", attention), ("experts", timed_experts)):
+            step = f"{name}, time, {count} multiprocessors"
+            report.step("hour", step, partial(_in_own_process, time_with, count, cases))
     for family, quant, kv in WITH_KERNELS:
         report.step("hour", f"kernels, {family} {quant} {kv}", partial(_kernels, family, quant, kv, fake))
     print(*page(report.steps("hour")), sep="\n")
@@ -126,6 +135,28 @@ def _passes(asked: Asked) -> dict[str, Any]:
     torch.cuda.empty_cache()
     with random_source(asked.config) as source:
         return _look(source, asked, memory_of(asked.budget))
+
+
+def _in_own_process(run: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+    """Where nothing has used CUDA before."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(run, *arguments).result()
+
+
+def time_with(multiprocessors: int, cases: Callable[[], Iterable[Any]]) -> dict[str, Any]:
+    """Times of kernels that have so many of the GPU's multiprocessors, and shares of what a copy reaches by as many.
+
+    By a green context (CUDA 12.4, torch 2.11); `skipped` says why there is none.
+    """
+    try:
+        from torch.cuda.green_contexts import GreenContext
+
+        # Streams belong to the context in which they are made, kernels to that in which they are loaded.
+        context: Any = GreenContext.create(num_sms=multiprocessors, device_id=0)
+        context.set_context()
+    except (ImportError, RuntimeError) as refused:
+        return {"skipped": f"no green context of {multiprocessors} multiprocessors: {refused}"}
+    return _time(cases)
 
 
 class SlowedLane(CudaLane):

@@ -241,12 +241,14 @@ class PassSlots:
 class Division(NamedTuple):
     """The chunks of a pass, as indices in the batch, by what computes them.
 
-    `fresh` are prompts without a past, `decode` single tokens, `extend` the rest.
+    `fresh` are prompts without a past, `decode` single tokens, of which the longest sequence has `longest` tokens, and
+    `extend` the rest.
     """
 
     fresh: tuple[int, ...]
     decode: tuple[int, ...]
     extend: tuple[int, ...]
+    longest: int
 
 
 class Fresh(NamedTuple):
@@ -280,10 +282,13 @@ class PassPages:
         """Which chunks are computed how for such a call; where `tiled`, all of them are `extend`."""
         kind = (call.window, call.chunk, call.is_plain)
         if kind not in self._divisions:
-            parts: dict[str, list[int]] = {name: [] for name in Division._fields}
+            parts: dict[str, list[int]] = {"fresh": [], "decode": [], "extend": []}
             for index, chunk in enumerate(self.chunks):
                 parts[_kind_of(call, chunk, tiled)].append(index)
-            self._divisions[kind] = Division(*map(tuple, parts.values()))
+            fresh, decode, extend = map(tuple, parts.values())
+            self._divisions[kind] = Division(
+                fresh, decode, extend, max((self.chunks[index].past + 1 for index in decode), default=0)
+            )
         return self._divisions[kind]
 
     def tiled(self, chunks: tuple[int, ...], tokens: int) -> Pages:
@@ -308,10 +313,6 @@ class PassPages:
             numbers = torch.tensor(list(rows))
             self._fresh[chunks] = Fresh(upload(numbers, self.device), upload(bounds, self.device), counts)
         return self._fresh[chunks]
-
-    def longest(self, chunks: tuple[int, ...]) -> int:
-        """The length in tokens of the chunks' longest sequence."""
-        return max(self.chunks[index].past + self.chunks[index].count for index in chunks)
 
     def _tiles(self, index: int, tokens: int) -> list[tuple[int, int, int, int, int]]:
         chunk = self.chunks[index]

@@ -19,7 +19,7 @@ from ..kv.cache import KVCache
 from ..kv.pool import KVPool
 from .kernels.launch import Cached, LayerSample, attend_launches, store_launch, warm_up_launches
 from .kernels.operands import Cut, Features, Side, decode_cut, extend_cut, has_dot, num_splits
-from .protocol import AttentionCall, Fresh, PassPages, check_reach
+from .protocol import AttentionCall, Division, Fresh, PassPages, check_reach
 from .torch_backend import TorchAttention, attend_fresh
 
 Varlen = Callable[..., torch.Tensor]
@@ -137,7 +137,7 @@ class TritonAttention:
         if work.fresh:
             layer.fresh(work.fresh, self._fresh[q.shape[2]])
         if work.decode:
-            layer.decode(cached, work.decode, self.gpu)
+            layer.decode(cached, work, self.gpu)
         if work.extend and self._torch_extend is None:
             layer.extend(cached, work.extend)
         elif work.extend and self._torch_extend is not None:
@@ -187,13 +187,12 @@ class _LayerPass:
         q = self.q[prompts.rows].to(self.out.dtype)
         self.out[prompts.rows] = attention.attend(self.call, q, k, v, prompts)
 
-    def decode(self, cached: Cached, chunks: tuple[int, ...], gpu: Gpu) -> None:
+    def decode(self, cached: Cached, work: Division, gpu: Gpu) -> None:
         group = self.q.shape[1] // cached.kv_heads
         cut = decode_cut(gpu.capability, self.q.shape[2], group, self._wide, cached.kind)
-        programs = len(chunks) * cached.kv_heads * -(-group // cut.heads)
-        longest = self.pages.longest(chunks)
-        visible = min(longest, self.call.window or self.call.chunk or longest)
-        self._launch(cached, chunks, 1, cut, num_splits(programs, gpu.processors, visible, cut.keys))
+        programs = len(work.decode) * cached.kv_heads * -(-group // cut.heads)
+        visible = min(work.longest, self.call.window or self.call.chunk or work.longest)
+        self._launch(cached, work.decode, 1, cut, num_splits(programs, gpu.processors, visible, cut.keys))
 
     def extend(self, cached: Cached, chunks: tuple[int, ...]) -> None:
         cut = extend_cut(self.q.shape[2], self.q.shape[1] // cached.kv_heads, self._wide, cached.is_mixed)

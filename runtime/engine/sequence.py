@@ -339,12 +339,13 @@ def _pack(parts: list[tuple[Sequence, int, int]]) -> Batch:
         forks = tuple(sequence.forks) if samples else ()
         num_drafted = max(0, count - max(0, known))
         chunk = TokenChunk(sequence, len(token_ids), past, count, samples, forks, num_drafted)
+        end = chunk.begin + count - num_drafted
         chunks.append(chunk)
         token_ids += sequence.tokens(past, past + count)
         positions += range(past, past + count)
-        sampling += chunk.sampling
-        logit_rows += [chunk.end - 1 - num_drafted] * len(chunk.sampling)
-        drafted_rows += range(chunk.end - num_drafted, chunk.end)
+        sampling += (sampled := chunk.sampling)
+        logit_rows += [end - 1] * len(sampled)
+        drafted_rows += range(end, end + num_drafted)
         drafted += [sequence] * num_drafted
         for position in sequence.unscored(past, past + count):
             scored_rows.append(chunk.begin + position - past)

@@ -8,7 +8,8 @@ from typing import Self
 
 from .spec import KVSpec
 
-# Bytes of one layer of a cohort that copies and launches are small against, and of which few fit in a device.
+# Bytes of one layer of a cohort, of which few fit in a device: 2 ms of eight lanes of PCIe 4, against which 0.1 ms of
+# launches are small (presets.py, COHORT_LAUNCHES).
 LAYER_NBYTES = 24 << 20
 # Layers of cohorts on a device at a time: one is attended to, the next ones arrive.
 WINDOWS = 3

@@ -45,9 +45,9 @@ from .speculation import OFF, free_tokens
 SMALL_KV = "int8"
 # Tokens of a pass that are tried; fewer make passes that memory allows where it is shortest, more pay nowhere.
 LEAST_TOKENS, MOST_TOKENS = 64, 8192
-# More sequences than this were never useful: they take Python longer than weights take to arrive.
+# More sequences than this are not tried: these take the host 0.15 s a pass (presets.SEQUENCE_S).
 MOST_SEQUENCES = 4096
-# Sequences differ from their mean: this many times the blocks that they use, and few are ever preempted.
+# Of the blocks that sequences use in the mean: so many are enough (bench/results/streaming.md, "Spare blocks").
 SPARE_BLOCKS = 1.1
 # A plan that streams weights must be faster by this much than one that holds them all, and so must one that streams
 # keys and values: predictions are not better (a recorded job within a tenth, bench/results/gpu.md), and what streams

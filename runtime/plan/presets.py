@@ -94,7 +94,8 @@ EXPERT_LAUNCHES = 12
 # event (bench/test_host_cost.py); and an eighth of two launches by Triton, an upload and an allocation.
 ARRIVAL_CALLS = 3
 ARRIVAL_S = SLOWER * (20e-6 + 50e-6 / 8) + ARRIVAL_CALLS * CALL_S + (2 * 18e-6 + 2 * 5e-6) / 8
-# A sequence in a pass: engine and text 10 us, tables of pages 15 us (Zen 5).
+# A sequence in a pass: engine and text 10 us, tables of pages 15 us (Zen 5), before layers shared what they look for.
+# Since then `python -m bench.host_cost --sequences 64 512` has found 22 to 28 us on a Zen 3 that others used, too.
 SEQUENCE_S = SLOWER * 25e-6
 # A small kernel takes the device so long, however little it computes: with one sequence an H200 took 5.0 ms for the
 # 1,600 of a pass beside its products, attention and sampler, which are 7 launches a layer.
@@ -120,7 +121,8 @@ CPU_LAYER_S = 1.8e-4
 # Attention of the CPU to sequences in host memory (bench/results/attention.md, Qwen3-30B-A3B's heads): keys and values
 # that a core with AVX512-BF16 attends to, 5.3 to 8.5 billion a second of int8 and 3 to 7.7 of int4, of which it reads
 # half of what memory gives. A sequence in a layer takes a core 31 us beside, of 16 tokens; a cohort's call of the
-# library takes 80 us, and a layer waits for queries, whose copy and that of the results are started.
+# library takes 80 us, and a layer waits for queries, whose copy and that of the results are started: assumed to take as
+# long as a dozen launches.
 CORE_ELEMENTS_S, ATTENTION_READ_SHARE = 4e9, 0.5
 ATTENDED_SEQUENCE_S, ATTENDED_COHORT_S, ATTENDED_LAYER_S = 31e-6, 80e-6, 1e-4
 # What nobody can count to more than nothing.
@@ -212,6 +214,7 @@ def _dense(weight_s: float, memory_bytes_s: float, peak: float) -> dict[int, flo
 
 # Bytes per second of a lane of PCIe, one direction, by generation.
 _LANE_BYTES_S = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9}
+# What a host's memory is taken to read where nobody measured it: 0.78 of the 51.2 GB/s of two channels of DDR4-3200.
 _RAM_BYTES_S = 4e10
 
 

@@ -1,11 +1,12 @@
 """What passes cost the host of a device (`runtime/engine/`, `runtime/model/`, `moe/expert.py`) may only go down: its
-waits, the copies and the kernels that it starts.
+waits, the copies and the kernels that it starts, and the functions of Python that every sequence takes.
 
 The figures in host_cost.json are ceilings, of a qwen3_moe of three layers and eight experts in nf4 over keys in int8,
 three prompts: bench/results/gpu.md explains them. They change in one direction, in the commit that lowers them.
 """
 
 import json
+import platform
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -21,6 +22,7 @@ import torch
 from moedge.moe import expert
 from moedge.moe.streaming_mode import Mode
 from moedge.quant.kernels.upload import open_ring
+from moedge.runtime.attention.protocol import AttentionCall, Division, PassPages
 from moedge.runtime.plan import presets
 from moedge.runtime.plan.candidate import SAMPLER_NBYTES
 from moedge.runtime.plan.planner import Settings
@@ -28,6 +30,7 @@ from moedge.runtime.sampling.draw import Draw
 from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.sampling.sampler import Sampler
 from moedge.runtime.source.model_source import open_source
+from support.device.sequence_cost import calls_per_sequence
 from support.tiny_families import build_tokenizer, tiny_config
 
 RECORDED = Path(__file__).with_name("host_cost.json")
@@ -207,3 +210,23 @@ def test_waiting_for_an_event_is_a_wait(fakes: ModuleType, host_cost: ModuleType
         event.record(fake.cuda.current_stream())
         event.synchronize()
     assert costs.whole == (1, 0, 0)
+
+
+@pytest.mark.parametrize("way", ["greedy", "drawn"])
+def test_a_sequence_calls_no_more_functions_than_it_did(way: str) -> None:
+    ceilings = recorded()["functions that a sequence calls in a pass"]
+    found = calls_per_sequence(way == "drawn", LAYERS)
+    same = platform.python_version().startswith(f"{ceilings['python']}.")
+    assert found == ceilings[way] if same else found <= ceilings[way] * OTHER_VERSIONS
+
+
+def test_layers_call_none_for_a_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert calls_per_sequence(True, 1) == calls_per_sequence(True, 4)
+    divide = PassPages.divide
+
+    def looks(self: PassPages, call: AttentionCall, tiled: bool) -> Division:
+        assert max(chunk.end for chunk in self.chunks) > 0
+        return divide(self, call, tiled)
+
+    monkeypatch.setattr(PassPages, "divide", looks)
+    assert calls_per_sequence(True, 4) > calls_per_sequence(True, 1)

@@ -200,6 +200,7 @@ _DECODE_NO_DOT = {
     "int4": {64: (2, 16, 2, 1), 128: (2, 16, 4, 1), 256: (4, 16, 8, 1)},
 }
 DOT_CAPABILITY = (8, 0)
+# Partial results of one token: its merge reads them at once, and at 16 a head of 128 has 8 KiB of them in float32.
 MAX_SPLITS = 16
 
 

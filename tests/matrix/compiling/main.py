@@ -4,6 +4,7 @@
     make kernels ARGS=--quick          one launch of each kernel, oldest and newest pinned Triton, two GPUs
     make kernels ARGS=--update         records spills and warps of the kernels that are not hot
     make kernels ARGS=--table          prints the table of bench/results/gpu.md as well
+    make kernels ARGS='--only int4'    kernels whose name has this text
 
 Compares the table of Tritons with what torch's wheels pin, where a registry answers. Exits 1 where that differs, where
 a kernel does not compile or breaks a rule (rules.py), or where one that is not hot spills more, or leaves an SM fewer
@@ -43,16 +44,17 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print a line for each kernel")
     parser.add_argument("--triton", nargs="+", metavar="VERSION")
     parser.add_argument("--arch", nargs="+", type=int, choices=list(LIMITS))
+    parser.add_argument("--only", default="", metavar="TEXT", help="kernels whose name has this text")
     options = parser.parse_args()
     versions = options.triton or (tritons.oldest_and_newest_pinned() if options.quick else tritons.versions())
     archs = options.arch or (QUICK_ARCHS if options.quick else list(LIMITS))
     wrong = [] if options.quick else compare_table()
     begin = time.monotonic()
-    reports = run_all(versions, archs, options.quick)
+    reports = run_all(versions, archs, "quick" if options.quick else "all", options.only)
     if options.json:
         print("\n".join(map(json.dumps, reports)))
     if options.update:
-        record(reports, keep=bool(options.quick or options.triton or options.arch))
+        record(reports, keep=bool(options.quick or options.triton or options.arch or options.only))
     ratchet = json.loads(RATCHET.read_text())
     wrong += [f"{title(one)}: {words}" for one in reports for words in [*one["broken"], *worse(one, ratchet)]]
     summary(reports, versions, archs, time.monotonic() - begin)
@@ -80,20 +82,20 @@ def title(report: Report) -> str:
 # --- running
 
 
-def run_all(versions: Iterable[str], archs: Iterable[int], quick: bool) -> list[Report]:
+def run_all(versions: Iterable[str], archs: Iterable[int], *chosen: str) -> list[Report]:
     """The reports of every kernel under every Triton for every architecture, two processes at a time."""
     folders = {version: tritons.install(version) for version in versions}
     link()
     tasks = list(product(folders.items(), archs))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return [one for reports in pool.map(lambda task: run(*task[0], task[1], quick), tasks) for one in reports]
+        return [one for reports in pool.map(lambda task: run(*task[0], task[1], *chosen), tasks) for one in reports]
 
 
-def run(version: str, folder: Path, arch: int, quick: bool) -> list[Report]:
+def run(version: str, folder: Path, arch: int, which: str, only: str) -> list[Report]:
     """In a process of its own: there is one Triton to a process. Raises RuntimeError where the process fails."""
     results = tritons.CACHE / "results" / f"{version}-sm{arch}.jsonl"
     results.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "matrix.compiling.worker", str(arch), "quick" if quick else "all", str(results)]
+    command = [sys.executable, "-m", "matrix.compiling.worker", str(arch), which, only, str(results)]
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as triton_cache:
         environment = os.environ | {

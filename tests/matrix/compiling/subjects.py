@@ -44,6 +44,9 @@ HEADS = (64, 80, 96, 128, 192, 256)
 GROUPS = (1, 4, 5, 8, 16)
 STORED_HEADS = (64, 80, 128, 256)
 EXPERTS = ((256, 128), (1536, 2048), (2880, 2880))
+PUBLISHED_FORMATS = (
+    ("int4", 16), ("int4", 64), ("nf4", 16), ("nf4", 64), ("int8", 16), ("mxfp4", 16), ("mxfp4", 32),
+)  # fmt: skip
 LENGTHS = ((63, 1), (20, 1))
 
 
@@ -208,7 +211,7 @@ def expert_subjects(capability: tuple[int, int]) -> Iterator[Subject]:
         pairs = config["model_type"] == "gpt_oss"
         up = {"gate": "clamped pairs" if pairs else "silu", "shape": (2 * inner, hidden)}
         for row in (up, {"gate": "no gate", "shape": (hidden, inner)}):
-            for format_name, rows in (("nf4", 16), ("nf4", 64), ("int8", 16), ("mxfp4", 16), ("mxfp4", 32)):
+            for format_name, rows in PUBLISHED_FORMATS:
                 yield experts(row | {"format": format_name, "rows": rows, "dtype": "bfloat16", "bias": pairs})
     for format_name in ("int8", "int4", "nf4", "mxfp4"):
         # Keys and values of a dense model, which leave most processors idle.

@@ -22,12 +22,14 @@ from matrix.compiling import facts, rules, subjects, tritons
 SOURCES = ("quant/kernels/decode.py", "tests/matrix/compiling/facts.py")
 
 
-def main(arch: int, quick: bool, results: Path) -> None:
+def main(arch: int, quick: bool, only: str, results: Path) -> None:
     driver.set_active(facts.OtherGpu(arch))
     known = read(results)
     shared = "".join((subjects.ROOT / path).read_text() for path in SOURCES)
     with results.open("a") as file:
         for subject in subjects.quick(arch) if quick else subjects.subjects(arch):
+            if only not in subject.name:
+                continue
             launch = subject.launch()
             sources = Path(inspect.getfile(launch.kernel.fn)).read_text() + shared
             whole = f"{triton.__version__} sm{arch} {facts.specialization(launch)} {sources}"
@@ -72,4 +74,4 @@ def report(subject: subjects.Subject, found: dict[str, Any], arch: int) -> dict[
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2] == "quick", Path(sys.argv[3]))
+    main(int(sys.argv[1]), sys.argv[2] == "quick", sys.argv[3], Path(sys.argv[4]))
