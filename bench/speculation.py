@@ -1,12 +1,18 @@
 """What tokens that a pass drafts are worth: the same rows with and without, in turns, of a model that streams.
 
-    python -m bench.speculation [--model MODEL] [--ram 900MiB] [--disk 300] [--rows 500] [--rounds 2]
+    python -m bench.speculation --tasks quote --dtype fp32 --ram 950MiB --max-sequences 20 --disk 700 --longest 300 \
+        --max-tokens 32
+    python -m bench.speculation --model head --complete --speculate mtp --tasks story --rounds 5 --rows 16 \
+        --longest 240 --max-tokens 24 --ram 770MiB --dtype fp32
 
 By default SmolLM2-135M-Instruct over paragraphs of Python's help: `quote` asks for the first sentences of each word for
-word, as extraction does, `story` for prose that no text has. `--disk` lets a cgroup of the kernel (blkio, version 1,
-which takes root) slow the disk to so many MB/s, so that bytes bind where they would not on a fast one, and plans know
-it. Every job is a process of its own; prints passes, tokens per second, tokens of a sequence and pass, the share of
-drafts that were accepted, seconds of the processor in user mode, and whether the answers are the same text.
+word, as extraction does, `story` for prose that no text has. In fp32 no rounding changes a token. `head` is a tiny
+mixture of as many layers as GLM-4.5-Air, with an MTP head that is hardly ever right. `--disk` lets a cgroup of the
+kernel (blkio, version 1, which takes root) slow the disk to so many MB/s, so that bytes bind where they would not on a
+fast one, and plans know it. Every job is a process of its own, and the two of a round change places; prints passes,
+tokens per second, tokens of a sequence and pass, the share of drafts that were accepted, seconds of the processor in
+user mode, bytes read, whether the answers are the same text, what the plan expects to bind, and medians of the rounds'
+ratios.
 """
 
 from __future__ import annotations
@@ -29,6 +35,8 @@ from typing import Any
 
 # Settings of jobs that are options here, too.
 GIVEN = ("ram", "quant", "dtype", "max_sequences", "deterministic")
+# The name of a tiny mixture of as many layers as GLM-4.5-Air, and a head.
+HEAD = "head"
 GROUP = Path("/sys/fs/cgroup/blkio/moedge-bench")
 QUESTIONS = {
     "quote": "Quote the first three sentences of this text word for word.\n\n{}",
@@ -175,16 +183,16 @@ def main() -> None:
         from support.real.smollm2 import smollm2
 
         options.model = str(smollm2())
-    if options.model == "head" and options.folder is not None and not options.one:
-        from support.tiny_mtp import save_mtp
-
-        options.model = str(save_mtp("glm4_moe", options.folder / "model", layers=46))
     if options.one:
         options.task, options.turn, options.speculate = options.one
         run(options)
         return
     with tempfile.TemporaryDirectory() as folder:
         options.folder = options.folder or Path(folder)
+        if options.model == HEAD:
+            from support.tiny_mtp import save_mtp
+
+            options.model = str(save_mtp("glm4_moe", Path(folder) / "model", layers=46))
         compare(options)
 
 

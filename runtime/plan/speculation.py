@@ -51,7 +51,8 @@ def head_lack(without: Plan, headed: Plan, seconds: tuple[float, float]) -> str:
         return headed.undrafted
     longer, live = seconds[1] / seconds[0], headed.max_sequences
     drafted = min(1.0, headed.free_tokens[-1] / live - 1)
-    if longer > min(NEARLY, 1 + ACCEPTED * drafted):
+    # What it saves is to be twice what it takes, as for each of its tokens later (engine/predictor.py).
+    if longer > min(NEARLY, 1 + ACCEPTED * drafted / 2):
         return f"the job would take {longer - 1:.0%} longer, for {drafted:.2f} free tokens of a sequence and pass"
     return ""
 

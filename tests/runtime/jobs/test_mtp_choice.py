@@ -99,10 +99,10 @@ def plan_of(free: tuple[int, ...], **changed: Any) -> Any:
         (16, 1.09, {}, True),
         # However many are free: a head may be useless.
         (40, 1.11, {}, False),
-        # One token for each second sequence, half of which come to be accepted, is worth a quarter.
+        # One token for each second sequence, half of which come to be accepted, is worth a quarter; half of that goes.
         (12, 1.09, {}, True),
         (9, 1.09, {}, False),
-        (9, 1.05, {}, True),
+        (9, 1.03, {}, True),
         (8, 1.0, {"free_tokens": (), "undrafted": "passes would take longer"}, False),
         (16, 0.9, {"quant": "nf4"}, False),
         (16, 0.9, {"kv": "int4"}, False),
