@@ -16,14 +16,14 @@ from rich.text import Text
 from .energy import energy_lines, energy_of
 from .formatting import count, duration, escape_controls, fit, formats_line, kernel_lines, speed
 from .offload.budget import gib
-from .runtime.jobs.job_plan import equal_rows, measured_job, plan_request, refuse_unknown_machine
+from .runtime.jobs.job_plan import equal_rows, measured_job, plan_request, refuse_unknown_machine, with_head
 from .runtime.jobs.request import EQUAL_ROWS, budgets_of, input_format_of, row_defaults_of, settings_of
 from .runtime.plan.kernels import Kernels
-from .runtime.plan.planner import PlanResult, solve
+from .runtime.plan.planner import PlanRequest, PlanResult, solve
 from .runtime.settings.errors import DoesNotFit, counted
 from .runtime.settings.option import check, with_options
 from .runtime.settings.options import PlanOptions
-from .runtime.source.model_source import read_headers
+from .runtime.source.model_source import Headers, read_headers
 from .what_if import by_budget, by_sequences, document, nearest, refusal, suggestions
 
 if TYPE_CHECKING:
@@ -112,11 +112,16 @@ def make_report(model: str, input_file: Path | None, options: Mapping[str, Any])
             f"rows of {workload.longest:,} tokens, prompt and answer, are longer than the model's context of "
             f"{headers.shape.context:,}: a job would answer none (--prompt-tokens, --output-tokens)",
         )
-    request = plan_request(headers, settings_of(options), budgets_of(options), machine, workload, gpu)
+
+    def requested(each: Headers) -> PlanRequest:
+        return plan_request(each, settings_of(options), budgets_of(options), machine, workload, gpu)
+
+    request = requested(headers)
     try:
-        result = solve(request)
+        result = with_head(solve(request), requested, headers)
     except DoesNotFit as error:
         return PlanReport(refusal(model, request, str(error), nearest(request)), left_out=notes)
+    request = result.request
     points = [*by_sequences(request, result), *by_budget(request)]
     # Rows of equal length fit all of them or not at all.
     left_out = 0 if size is None else size.longer_than(result.plan.kv_tokens)

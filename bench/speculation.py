@@ -1,17 +1,24 @@
 """What tokens that a pass drafts are worth: the same rows with and without, in turns, of a model that streams.
 
-    python -m bench.speculation [--model MODEL] [--ram 900MiB] [--disk 300] [--rows 500] [--rounds 2]
+    python -m bench.speculation --tasks quote --dtype fp32 --ram 950MiB --max-sequences 20 --disk 700 --longest 300 \
+        --max-tokens 32
+    python -m bench.speculation --model head --complete --speculate mtp --tasks story --rounds 5 --rows 16 \
+        --longest 240 --max-tokens 24 --ram 770MiB --dtype fp32
 
 By default SmolLM2-135M-Instruct over paragraphs of Python's help: `quote` asks for the first sentences of each word for
-word, as extraction does, `story` for prose that no text has. `--disk` lets a cgroup of the kernel (blkio, version 1,
-which takes root) slow the disk to so many MB/s, so that bytes bind where they would not on a fast one, and plans know
-it. Every job is a process of its own; prints passes, tokens per second, tokens of a sequence and pass, the share of
-drafts that were accepted, seconds of the processor in user mode, and whether the answers are the same text.
+word, as extraction does, `story` for prose that no text has. In fp32 no rounding changes a token. `head` is a tiny
+mixture of as many layers as GLM-4.5-Air, with an MTP head that is hardly ever right. `--disk` lets a cgroup of the
+kernel (blkio, version 1, which takes root) slow the disk to so many MB/s, so that bytes bind where they would not on a
+fast one, and plans know it. Every job is a process of its own, and the two of a round change places; prints passes,
+tokens per second, tokens of a sequence and pass, the share of drafts that were accepted, seconds of the processor in
+user mode, bytes read, whether the answers are the same text, what the plan expects to bind, and medians of the rounds'
+ratios.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import re
@@ -19,10 +26,17 @@ import resource
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from pydoc_data.topics import topics
+from statistics import median
 from typing import Any
 
+# Settings of jobs that are options here, too.
+GIVEN = ("ram", "quant", "dtype", "max_sequences", "deterministic")
+# The name of a tiny mixture of as many layers as GLM-4.5-Air, and a head.
+HEAD = "head"
 GROUP = Path("/sys/fs/cgroup/blkio/moedge-bench")
 QUESTIONS = {
     "quote": "Quote the first three sentences of this text word for word.\n\n{}",
@@ -30,15 +44,29 @@ QUESTIONS = {
 }
 
 
-def paragraphs(count: int) -> list[str]:
-    """Of 300 to 900 characters, prose and code as they come."""
-    found = re.split(r"\n{2,}", "\n\n".join(text for _, text in sorted(topics.items())))
-    return [" ".join(each.split()) for each in found if 300 <= len(each) <= 900][:count]
+def paragraphs(count: int, longest: int) -> list[str]:
+    """Different ones of 200 to `longest` characters, prose and code as they come: of the topics of Python's help, then
+    of the standard library's docstrings."""
+    found: dict[str, None] = {}
+    for text in chain((text for _, text in sorted(topics.items())), docstrings()):
+        pieces = (" ".join(each.split()) for each in re.split(r"\n{2,}", text))
+        found |= dict.fromkeys(each for each in pieces if 200 <= len(each) <= longest)
+        if len(found) >= count:
+            return list(found)[:count]
+    raise SystemExit(f"{len(found)} paragraphs were found, {count} are wanted; give fewer --rows or a larger --longest")
+
+
+def docstrings() -> Iterator[str]:
+    """Those of the modules of the standard library beside `os`."""
+    for path in sorted(Path(os.__file__).parent.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                yield ast.get_docstring(node) or ""
 
 
 def write_rows(path: Path, task: str, options: argparse.Namespace) -> None:
     with path.open("w") as file:
-        for text in paragraphs(options.rows):
+        for text in paragraphs(options.rows, options.longest):
             prompt = QUESTIONS[task].format(text)
             asked = {"prompt": prompt} if options.complete else {"messages": [{"role": "user", "content": prompt}]}
             print(json.dumps(asked | {"max_tokens": options.max_tokens}), file=file)
@@ -68,7 +96,9 @@ def run(options: argparse.Namespace) -> None:
         slow_disk(options.disk, options.folder / "state")
     import moedge
 
-    settings = {name: getattr(options, name) for name in ("ram", "quant") if getattr(options, name)}
+    settings: dict[str, Any] = {name: found for name in GIVEN if (found := getattr(options, name))}
+    if options.deterministic:
+        settings["deterministic"] = True
     before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
     output = options.folder / f"{options.task}-{options.turn}-{options.speculate}.jsonl"
     rows = options.folder / f"{options.task}.jsonl"
@@ -79,18 +109,21 @@ def run(options: argparse.Namespace) -> None:
     speculation = found.speculation
     print(json.dumps({
         "passes": found.passes.count, "tok_s": found.throughput.generated_tok_s, "seconds": found.seconds.generate,
-        "generated": found.tokens.generated, "user": user, "drafted": speculation.drafted_tokens,
-        "accepted": speculation.accepted_tokens, "each": speculation.tokens_per_sequence_and_pass,
-        "sequences": found.passes.sequences_mean, "free_tokens": found.plan["free_tokens"],
-        "undrafted": found.plan["undrafted"], "waited": found.stalls.disk,
+        "generated": found.tokens.generated, "user": user, "read": found.bytes.disk_to_host,
+        "drafted": speculation.drafted_tokens, "accepted": speculation.accepted_tokens,
+        "each": speculation.tokens_per_sequence_and_pass, "sequences": found.passes.sequences_mean,
+        "free_tokens": found.plan["free_tokens"], "undrafted": found.plan["undrafted"], "waited": found.stalls.disk,
+        "binds": found.predicted.bottleneck, "notes": found.plan["notes"],
         "text": sorted(output.read_text().splitlines()),
     }))  # fmt: skip
 
 
 def job(options: argparse.Namespace, task: str, turn: int, speculate: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "bench.speculation", "--one", task, str(turn), speculate]
-    command += ["--model", options.model, "--ram", options.ram, "--quant", options.quant, "--disk", str(options.disk)]
-    done = subprocess.run([*command, "--folder", str(options.folder)], capture_output=True, text=True, check=False)
+    command += ["--model", options.model, "--disk", str(options.disk), "--folder", str(options.folder)]
+    given = {name: getattr(options, name) for name in GIVEN}
+    command += [f"--{name.replace('_', '-')}={found}" for name, found in given.items() if found]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stderr[-3000:])
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -98,27 +131,33 @@ def job(options: argparse.Namespace, task: str, turn: int, speculate: str) -> di
 
 
 def compare(options: argparse.Namespace) -> None:
-    print("| rows | speculate | passes | tok/s | seconds | waited | user s | tokens each | accepted | same answers |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print("| rows | speculate | passes | tok/s | seconds | waited | user s | read MB | tokens each | accepted | same |")
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
     for task in options.tasks:
         write_rows(options.folder / f"{task}.jsonl", task, options)
+        ratios: dict[str, list[float]] = {name: [] for name in ("passes", "tok_s", "user", "read")}
         for turn in range(options.rounds):
-            both = {mode: job(options, task, turn, mode) for mode in ("off", "auto")}
-            same = sum(ours == theirs for ours, theirs in zip(both["off"]["text"], both["auto"]["text"], strict=True))
+            # In turns, so that what else the machine does is not always beside the same one.
+            modes = ("off", options.speculate)[:: -1 if turn % 2 else 1]
+            both = {mode: job(options, task, turn, mode) for mode in modes}
+            off, ours = both["off"], both[options.speculate]
+            same = sum(one == other for one, other in zip(off["text"], ours["text"], strict=True))
             for mode, each in both.items():
                 accepted = f"{each['accepted'] / max(1, each['drafted']):.0%} of {each['drafted']:,}"
                 print(
                     f"| {task} | {mode} | {each['passes']:,} | {each['tok_s']:.1f} | {each['seconds']:.1f} | "
-                    f"{each['waited']:.1f} | {each['user']:.0f} | {each['each']:.2f} | {accepted} | "
-                    f"{same} of {options.rows} | {each['sequences']:.1f} {each['free_tokens']} {each['undrafted']}",
+                    f"{each['waited']:.1f} | {each['user']:.1f} | {each['read'] / 1e6:.0f} | {each['each']:.2f} | "
+                    f"{accepted} | {same} of {options.rows} | {each['sequences']:.1f} {each['free_tokens']} "
+                    f"{each['undrafted']} {each['binds']} {each['notes']}",
                     flush=True,
                 )
-            off, auto = both["off"], both["auto"]
-            print(
-                f"{task}: {off['passes'] / auto['passes']:.2f} times fewer passes, {auto['tok_s'] / off['tok_s']:.2f} "
-                f"times the tok/s, {auto['user'] / off['user']:.2f} times the processor",
-                flush=True,
-            )
+            for name, found in ratios.items():
+                found.append(ours[name] / off[name] if off[name] else 1.0)
+        print(
+            f"{task}, median of {options.rounds} pairs, {options.speculate} to off: "
+            + ", ".join(f"{median(found):.3f} {name}" for name, found in ratios.items()),
+            flush=True,
+        )
 
 
 def main() -> None:
@@ -126,9 +165,14 @@ def main() -> None:
     parser.add_argument("--model", default="")
     parser.add_argument("--ram", default="900MiB")
     parser.add_argument("--quant", default="none")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--speculate", default="auto", choices=["auto", "mtp"], help="what is compared with off")
     parser.add_argument("--disk", type=int, default=0, metavar="MB/s")
     parser.add_argument("--rows", type=int, default=500)
+    parser.add_argument("--longest", type=int, default=900, metavar="CHARACTERS")
     parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--max-sequences", type=int, default=0)
+    parser.add_argument("--deterministic", type=int, default=0, metavar="1")
     parser.add_argument("--complete", action="store_true", help="prompts, for a model without a chat template")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--tasks", nargs="+", default=list(QUESTIONS), choices=list(QUESTIONS))
@@ -145,6 +189,10 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         options.folder = options.folder or Path(folder)
+        if options.model == HEAD:
+            from support.tiny_mtp import save_mtp
+
+            options.model = str(save_mtp("glm4_moe", Path(folder) / "model", layers=46))
         compare(options)
 
 

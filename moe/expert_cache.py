@@ -59,6 +59,10 @@ class Popular:
         probabilities *= 1.0 - _NEWEST
         probabilities[list(wanted)] += _NEWEST
 
+    def leave(self, layer: int) -> None:
+        """No pass wants the experts of a layer any more."""
+        self._probabilities[layer][:] = 0.0
+
     def victim(self, entering: ShardKey, may_leave: Callable[[ShardKey], bool]) -> ShardKey | None:
         """The held expert that is evicted for `entering`, which has just arrived and is held from then on.
 
@@ -221,11 +225,20 @@ class StreamingExpertCache:
         if self.host:
             self.host.finish(rows)
 
-    def _begin(self, layer: int, groups: ExpertGroups) -> None:
+    def leave(self, layer: int) -> None:
+        """Between two passes: the last layer is visited no more, and its experts are the first to be evicted."""
+        self._clear()
+        self._slots.policy.leave(layer)
+        self.order.leave_last()
+
+    def _clear(self) -> None:
+        """Frees the ring slots that a pass left over which was aborted."""
         if self._computing:
-            # Left over from a pass that was aborted.
             self.order.release([one.arrival for one in self._computing])
             self._computing.clear()
+
+    def _begin(self, layer: int, groups: ExpertGroups) -> None:
+        self._clear()
         if self.order.begin(layer, groups):
             self._slots.policy.begin_pass()
         self._stats.observe(layer, len(groups.expert_ids), groups.counts)

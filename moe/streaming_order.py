@@ -157,6 +157,11 @@ class ExpertFetchQueue:
         """The ring slots of these arrivals may be overwritten."""
         self._stream.done(*arrivals)
 
+    def drop(self) -> None:
+        """Cancels all fetches; reads that have begun are waited for."""
+        self._stream.drop()
+        self._pending.clear()
+
     def _recall(self) -> list[PendingFetch]:
         recalled = [self._pending.pop() for _ in self._stream.recall()]
         return recalled[::-1]
@@ -298,6 +303,14 @@ class StreamingOrder:
             most = num_guesses(self.latency.mean(self._tokens).idle)
             self._guess = self.forecast.guess(foreseen, self._held(self._layer_of(self._turn + 1)), most)
 
+    def leave_last(self) -> None:
+        """Between two passes: the last layer is visited no more, and nothing is requested for it."""
+        self._queue.drop()
+        del self._positions[self._layers.pop()]
+        # Behind the visit to the layer before it.
+        self._turn, self._guess = len(self._layers) - 1, None
+        self._ahead = self._turn + 1
+
     @property
     def is_pending(self) -> bool:
         """Whether experts of this turn were requested and not handed out yet."""
@@ -320,7 +333,7 @@ class StreamingOrder:
 
     def may_leave(self, key: ShardKey) -> bool:
         """Whether an expert may be evicted: not where its layer's misses were requested already, without it."""
-        return self._next_turn(key.layer) >= self._ahead
+        return key.layer not in self._positions or self._next_turn(key.layer) >= self._ahead
 
     def _layer_of(self, turn: int) -> int:
         return self._layers[turn % len(self._layers)]

@@ -43,15 +43,18 @@ class CohortAttention:
         host: HostKV,
         make: Callable[[KVCache], AttentionBackend],
         here: AttentionBackend | None = None,
+        mtp: bool = False,
     ) -> None:
         """`make` gives the backend of a cache; `here` is the CPU's, over `HostKV.here`, which stores nothing: None
-        where the device attends to all cohorts."""
+        where the device attends to all cohorts. With `mtp` the last layer is a head, which has batches of its own."""
         self._cache, self._host, self._here = cache, host, here
         self.device = make(cache)
         self._windows = make(KVCache(host.windows, sharing=False))
         self._batch: Batch | None = None
         self._parts: list[_Part] = []
         self._slots: list[TokenSlots] = []
+        layers = sorted(cache.layer_indices)
+        self._layers, self._head = layers[: len(layers) - mtp], layers[len(layers) - mtp :]
         # The rows of a pass to which the CPU attends, and where they are in its queries, by part.
         self._rows: torch.Tensor | None = None
 
@@ -60,7 +63,7 @@ class CohortAttention:
     ) -> torch.Tensor:
         """As `AttentionBackend.attend`."""
         if self._batch is not batch:
-            self._begin(batch, q.device)
+            self._begin(batch, q.device, self._head if call.layer in self._head else self._layers)
         at, results = self._cache.layer_indices[call.layer], {}
         for index, part in enumerate(self._parts):
             of_part = q[part.rows], k[part.rows], v[part.rows]
@@ -95,13 +98,13 @@ class CohortAttention:
         found = self._host.attend_here(q, rows, attended)
         return {index: found[end - part.batch.num_tokens : end] for (index, part), end in zip(here, ends, strict=True)}
 
-    def _begin(self, batch: Batch, device: torch.device) -> None:
+    def _begin(self, batch: Batch, device: torch.device, layers: list[int]) -> None:
         by_part = groupby(batch.chunks, key=self._part_of)
         self._parts = [_part(*key, batch, tuple(chunks)) for key, chunks in by_part]
         hosted = [part for part in self._parts if part.cohort]
         self._slots = [self._slots_of(hosted, group) for group in range(len(self._cache.pools))] if hosted else []
-        layers = [self._cache.layer_indices[layer] for layer in sorted(self._cache.layer_indices)]
-        self._host.begin([part.cohort for part in hosted if part.crosses], layers)
+        order = [self._cache.layer_indices[layer] for layer in layers]
+        self._host.begin([part.cohort for part in hosted if part.crosses], order)
         rows = [torch.arange(part.rows.start, part.rows.stop) for part in hosted if part.here]
         self._rows = torch.cat(rows).to(device) if rows else None
         self._batch = batch

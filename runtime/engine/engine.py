@@ -348,6 +348,7 @@ class Engine:
             if not is_out_of_memory(error):
                 raise
             self.predictor.end(f"out of memory ({cause_of(error)})")
+            self.predictor.draft()
 
     def _draw_behind(self, samples: Sampled, sequences: list[Sequence], rows: list[int]) -> Sampled:
         """A token of each sequence from a row behind drafted tokens that it has accepted meanwhile."""

@@ -28,6 +28,10 @@ class Head(Protocol):
 
     hidden: torch.Tensor
 
+    def leave(self) -> None:
+        """Between two passes: it is not called any more, and nothing is read for it."""
+        ...
+
     def forward(self, batch: Batch, hidden: torch.Tensor, again: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Token ids [R] and states [R, D] of the batch's `logit_rows`; `again`: another call comes before a pass."""
         ...
@@ -64,7 +68,7 @@ class _Pass(NamedTuple):
 
 class Predictor:
     """Lets `head` draft up to `depth` tokens behind each pass, as far as passes have room for them: each that comes to
-    be accepted often enough for the time that it takes. None is drafted any more once `ended` has a reason."""
+    be accepted often enough for the time that it takes. Once `ended` has a reason, sequences look up their drafts."""
 
     def __init__(self, head: Head, scheduler: Scheduler, layers: int) -> None:
         """A pass computes `layers`, and the head is as large as one of them."""
@@ -76,10 +80,11 @@ class Predictor:
         self._least = min(0.5, 2 / layers)
         self._tried = self._right = 0
         self._passed: list[_Pass] = []
+        self._left = False
 
     def of(self, sequence: Sequence) -> None:
         """What drafts for a sequence."""
-        sequence.lookup = HeadDrafts(self)
+        sequence.lookup = Lookup() if self.ended else HeadDrafts(self)
 
     def keep(self, batch: Batch) -> None:
         """Takes the states of a pass, or of a part of it, that was computed."""
@@ -105,6 +110,9 @@ class Predictor:
     def draft(self) -> None:
         """Drafts behind the pass that was kept, once it is committed. Changes nothing else, whatever it raises."""
         passed, self._passed = self._passed, []
+        if self.ended:
+            self._leave()
+            return
         going: list[tuple[Sequence, torch.Tensor]] = []
         for chunk in chain.from_iterable(batch.chunks for batch, _ in passed):
             _ids(chunk.sequence).clear()
@@ -125,6 +133,15 @@ class Predictor:
         finally:
             for sequence in grown:
                 self._scheduler.cache.shrink(sequence.table)
+
+    def _leave(self) -> None:
+        if self._left:
+            return
+        self._left, scheduler = True, self._scheduler
+        for sequence in (*scheduler.running, *scheduler.waiting, *scheduler.urgent):
+            for each in (sequence, *sequence.forks):
+                self.of(each)
+        self._head.leave()
 
     def _room(self, sequences: int) -> int:
         """Tokens that the next pass has room for behind each of the last ones."""

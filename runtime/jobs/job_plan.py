@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import tempfile
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from ...offload.machine.bystanders import is_busy
 from ...offload.machine.hardware import Hardware, find_gpus, find_hardware
@@ -31,14 +32,16 @@ from ..plan.plan_file import (
     last_runs,
     load_plan,
     machine_key,
+    read_plan_file,
     shape_key,
 )
 from ..plan.plan_file import MOST_KEPT as ALL_RUNS
 from ..plan.planner import PlanRequest, PlanResult, choose_dtype, solve
 from ..plan.presets import Preset, find_preset, with_preset
 from ..plan.rates import rates_of
+from ..plan.speculation import head_lack
 from ..rows.tables import InputFormat
-from ..settings.errors import ModelNotFound, SettingError
+from ..settings.errors import DoesNotFit, ModelNotFound, SettingError
 from ..settings.settings import Budgets, MemoryBudget, Settings
 from ..shape.model_shape import ModelShape
 from ..shape.shards import all_formats, checkpoint_nbytes
@@ -140,9 +143,8 @@ def _with_disk(
         new -= checkpoint_nbytes(model.shape)
     if model.folder is not None:
         dtype = choose_dtype(settings.dtype, model.shape.dtype, None if budget.device is None else budget.device.gpu)
-        there = prepared_nbytes(
-            model.name, model.folder, (*all_formats(model.shape), *MIXED_FORMATS), dtype, root, space.stores
-        )
+        formats, mtp = (*all_formats(model.shape), *MIXED_FORMATS), model.shape.mtp
+        there = prepared_nbytes(model.name, model.folder, formats, dtype, root, space.stores, mtp)
     return replace(budget, disk_nbytes=new), Prepared(there)
 
 
@@ -162,17 +164,20 @@ def plan_job(
     """
     machine, settings = _Machine.here(budgets), source.settle(settings)
     headers = Headers(source.name, source.shape, source.weights, source.recipe)
-    on_disk = _with_disk(budget, budgets, settings, headers)
-    result = _solve(machine.request(source.shape, settings, on_disk, workload), saved)
+
+    def request(model: Headers) -> PlanRequest:
+        return machine.request(model.shape, settings, _with_disk(budget, budgets, settings, model), workload)
+
+    result = _solve(request, headers, saved)
     if (machine.profile is None or machine.profile.is_provisional or machine.is_off) and (
         result.prediction.total_s > LONG_SECONDS or result.prediction.loading_s > LONG_LOADING_SECONDS
     ):
-        measured = machine.measured(budgets, source.weights)
-        result = _solve(measured.request(source.shape, settings, on_disk, workload), saved)
+        machine = machine.measured(budgets, source.weights)
+        result = _solve(request, headers, saved)
     # Imports torch, which the jobs that come here have already.
     from ..loading.selftest import checked
 
-    return replace(result, plan=checked(source.shape, result.plan))
+    return replace(result, plan=checked(result.request.shape, result.plan))
 
 
 def refuse_too_small(source: ModelSource, settings: Settings, budgets: Budgets) -> None:
@@ -189,10 +194,35 @@ def refuse_too_small(source: ModelSource, settings: Settings, budgets: Budgets) 
     planner.refuse_too_small(request)
 
 
-def _solve(request: PlanRequest, saved: Path | None) -> PlanResult:
+Requesting: TypeAlias = Callable[[Headers], PlanRequest]
+
+
+def _solve(request: Requesting, model: Headers, saved: Path | None) -> PlanResult:
+    found = request(model)
     if saved is None:
-        return solve(request)
-    return _result(load_plan(saved, request), request)
+        return with_head(solve(found), request, model)
+    key = read_plan_file(saved)["model"]["key"]
+    if key != shape_key(model.shape) and (headed := model.headed(found.settings)) and key == shape_key(headed.shape):
+        found = request(headed)
+    return _result(load_plan(saved, found), found)
+
+
+def with_head(found: PlanResult, request: Requesting, model: Headers) -> PlanResult:
+    """The best plan with the model's own MTP head, where settings leave it open and it pays; else `found`, with a note
+    of why not where the model has one. `found` is the best plan of `request` of the model without."""
+    plan = found.plan
+    if not plan.free_tokens or (headed := model.headed(found.request.settings)) is None:
+        return found
+    try:
+        other = solve(request(headed))
+        # As if neither was prepared: the same request chooses the same.
+        seconds = found.prediction.seconds / found.correction, other.prediction.seconds / other.correction
+        lack = head_lack(plan, other.plan, seconds)
+    except DoesNotFit:
+        lack = "it does not fit"
+    if not lack:
+        return other
+    return replace(found, plan=replace(plan, notes=(*plan.notes, f"the checkpoint's own head drafts nothing: {lack}")))
 
 
 def with_workload(chosen: PlanResult, plan: Plan, workload: Workload) -> PlanResult:
@@ -263,7 +293,7 @@ def remember(
         at=datetime.now(UTC).isoformat(timespec="seconds"),
         machine=machine_key(request.hardware),
         model=source.name,
-        shape=shape_key(source.shape),
+        shape=shape_key(request.shape),
         formats=formats_of(plan),
         bottleneck=uncorrected.bottleneck,
         ratio=seconds / uncorrected.seconds,

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -64,10 +65,12 @@ def load_model(
     key_offsets: KeyOffsets | None = None,
 ) -> LoadedModel:
     """Weights into memory as planned, from a store where they do not fit; the store is made first where it is missing.
+    With the model's MTP head where the plan has it.
 
     Whoever loads it closes its engine. Raises DoesNotFit, MemoryGaveOut.
     """
     device, chosen = planned
+    source = replace(source, shape=chosen.request.shape)
     limit_pins(device, chosen.request.profile)
     policy = FallbackPolicy(chosen.plan, chosen.request)
     store = store_for(source, chosen.plan, budgets)

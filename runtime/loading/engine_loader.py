@@ -169,11 +169,12 @@ def make_compute(shape: ModelShape, plan: Plan, torch_device: torch.device) -> P
     )
 
 
-def make_attention(cache: KVCache, plan: Plan, device: Device | None) -> AttentionBackend:
-    """The attention backend that the plan names; without a device Triton's kernels run in its interpreter."""
+def make_attention(cache: KVCache, plan: Plan, device: Device | None, mtp: bool = False) -> AttentionBackend:
+    """The attention backend that the plan names; without a device Triton's kernels run in its interpreter. `mtp`: the
+    last layer is a head."""
     if isinstance(cache, CohortCache):
         here = _attention_here(cache.host_kv, plan) if plan.host_kv and plan.host_kv.rows_nbytes else None
-        return CohortAttention(cache, cache.host_kv, lambda one: _attention_over(one, plan, device), here)
+        return CohortAttention(cache, cache.host_kv, lambda one: _attention_over(one, plan, device), here, mtp)
     return _attention_over(cache, plan, device)
 
 
@@ -349,7 +350,7 @@ class Loading:
                 fuse_norms(self.model)
             decoder = self.model.get_decoder()
             mtp = self.source.shape.mtp
-            decoder.layers = ArrivingLayers(decoder.layers, streamed.arrivals, mtp)
+            decoder.layers = ArrivingLayers(decoder.layers, streamed.arrivals, mtp, streamed.leave_last)
             packed = ModelRunner(self.model, self.compute, self.states, mtp)
             pool = _state_pool(self.source.shape, self.plan, self.torch_device, self.states)
             folder = None if store is None else store.folder
@@ -358,7 +359,7 @@ class Loading:
             parking = ParkingMemory(specs, self.plan.parked_blocks, device)
             opened.callback(parking.close)
             cache = self._cache(specs, offsets, parking, pool, cohorts)
-            packed.attention = make_attention(cache, self.plan, device)
+            packed.attention = make_attention(cache, self.plan, device, mtp)
             if device is not None:
                 warm_up_products(layers, self.shards.head, self.compute, TORCH_DTYPES[self.plan.dtype], device)
             if self.plan.graphs_nbytes:
@@ -371,10 +372,7 @@ class Loading:
             else:
                 sampler = Sampler(SAMPLER_NBYTES, self._draw_rows())
             scheduler = Scheduler(_limits(self.plan), cache)
-            predictor = (
-                Predictor(packed.mtp, scheduler, len(packed.layers)) if packed.mtp and self.plan.free_tokens else None
-            )
-            engine = Engine(packed, scheduler, sampler, free, predictor)
+            engine = Engine(packed, scheduler, sampler, free, self._predictor(packed, scheduler))
             opened.pop_all()
         ledger = self._ledger(streamed, cache, parking, fused)
         host_kv = cache.host_kv if isinstance(cache, CohortCache) else None
@@ -410,6 +408,14 @@ class Loading:
             return CohortCache(pools, host_kv, plan.host_kv.count, root=root, states=states)
         parked = parking.slots if any(plan.parked_blocks) else None
         return KVCache(pools, root=root, host_slots=parked, states=states)
+
+    def _predictor(self, model: ModelRunner, scheduler: Scheduler) -> Predictor | None:
+        """None without a head, and where nothing is drafted, so that none is read."""
+        if model.mtp is not None and self.plan.free_tokens:
+            return Predictor(model.mtp, scheduler, len(model.layers))
+        if model.mtp is not None:
+            model.mtp.leave()
+        return None
 
     def _draw_rows(self) -> DrawRows | None:
         if not self.plan.draws_by_kernel:

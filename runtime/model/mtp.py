@@ -59,6 +59,10 @@ class MtpHead:
     def _keep(self, norm: nn.Module, args: Any, out: torch.Tensor) -> None:
         self.hidden = out.squeeze(0)
 
+    def leave(self) -> None:
+        """Between two passes: it is not called any more, and nothing is read for it."""
+        self._layers.leave_head()
+
     @torch.inference_mode()
     def forward(self, batch: Batch, hidden: torch.Tensor, again: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """The likeliest tokens [R], in host memory, and the states [R, D] to draft on from, of `logit_rows`.

@@ -109,9 +109,17 @@ class ArrivingLayers(nn.ModuleList):
     head, which comes by `head` alone.
     """
 
-    def __init__(self, layers: Iterable[nn.Module], arrivals: Callable[[], Iterator[int]], mtp: bool = False) -> None:
+    def __init__(
+        self,
+        layers: Iterable[nn.Module],
+        arrivals: Callable[[], Iterator[int]],
+        mtp: bool = False,
+        leave_head: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`leave_head` lets the head's bytes come no more."""
         super().__init__(layers)
         self._arrivals = arrivals
+        self.leave_head = leave_head
         self._passing: Iterator[int] = iter(())
         self.count = len(self) - mtp
 

@@ -457,11 +457,8 @@ class _Search:
 
     @property
     def _host_kv_nbytes(self) -> int:
-        """The most bytes of host memory that keys and values may take: page-locked, and within the host's budget.
-
-        They cross the link in the order of a model's layers, which a head that runs behind the pass would disturb.
-        """
-        if self._budget.device is None or self._request.shape.mtp:
+        """The most bytes of host memory that keys and values may take: page-locked, and within the host's budget."""
+        if self._budget.device is None:
             return 0
         pins = self._request.costs.rates.pin_nbytes
         most = self._request.settings.host_kv_nbytes(self._budget.host_nbytes)

@@ -167,8 +167,8 @@ class ComputeOptions(PrecisionOptions, total=False):
     speculate: Annotated[
         Literal["auto", "mtp", "off"],
         Option(
-            "Draft tokens that repeat the prompt where weights arrive more slowly than they compute; mtp: those of the "
-            "checkpoint's own head; off: never.",
+            "Draft tokens that repeat the prompt, or those of the checkpoint's own head, where weights arrive more "
+            "slowly than they compute; mtp: the head's in any case; off: never.",
             "auto",
             panel=Panel.TUNING,
             file_only=True,

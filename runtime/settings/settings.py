@@ -23,9 +23,10 @@ class Settings:
 
     `dtype` is the dtype to compute in, `quant` the format of the weights, `kv` that of keys and values. `compute`
     "int8" rounds activations, too, and multiplies as integers, which takes weights in int8 or 4 bits; "float" does not.
-    `speculate` "off" drafts no tokens, "mtp" those of the checkpoint's own head. `host_kv` is how much host memory may
-    hold keys and values beyond a device's: a size, which may be a share of the host's budget, or "off". Raises BadSize
-    for anything else. `cpu_experts` "off" computes all experts on the device, `cpu_attention` "off" all attention.
+    `speculate` "off" drafts no tokens, "mtp" those of the checkpoint's own head, "auto" these where they pay. `host_kv`
+    is how much host memory may hold keys and values beyond a device's: a size, which may be a share of the host's
+    budget, or "off". Raises BadSize for anything else. `cpu_experts` "off" computes all experts on the device,
+    `cpu_attention` "off" all attention.
     """
 
     dtype: str = "auto"

@@ -36,7 +36,7 @@ from ...offload.store.stores import store_folder
 from ...quant.formats.format import FORMATS, MIXED_FORMATS, get_format
 from ...quant.kv.format import KV_FORMATS
 from ..kv.spec import KVSpec, StateSpec
-from ..settings.errors import ModelNotFound, SettingError
+from ..settings.errors import ModelNotFound, SettingError, UnsupportedModel
 from ..settings.settings import Settings
 from ..shape.checkpoint_shape import gguf_values, read_shape
 from ..shape.config import CONFIG, MAX_CONFIG_NBYTES, ModelConfig
@@ -180,9 +180,16 @@ def recipe(quant: str, dtype: str, layout: str, linked: bool = False, mtp: bool 
 
 
 def prepared_nbytes(
-    name: str, folder: Path, formats: tuple[str, ...], dtype: str, root: Path, stores: Mapping[str, int]
+    name: str,
+    folder: Path,
+    formats: tuple[str, ...],
+    dtype: str,
+    root: Path,
+    stores: Mapping[str, int],
+    mtp: bool = False,
 ) -> dict[str, int]:
-    """By weight format, the bytes of what is prepared, finished or not, of the checkpoint in `folder`.
+    """By weight format, the bytes of what is prepared, finished or not, of the checkpoint in `folder`; with its `mtp`
+    head or without.
 
     `stores` are the bytes of the stores in `root`, by folder name. A store that names the checkpoint's own files counts
     with all bytes that it names.
@@ -193,10 +200,10 @@ def prepared_nbytes(
     # Which order of codes this machine wants is not known without torch; hardly any has stores in two.
     found: dict[str, int] = {}
     for quant, layout in ((each, layout) for each in formats for layout in get_format(each).orders):
-        there = store_folder(root, name, fingerprint, recipe(quant, dtype, layout)).name
+        there = store_folder(root, name, fingerprint, recipe(quant, dtype, layout, mtp=mtp)).name
         if there in stores:
             found[quant] = max(stores[there], found.get(quant, 0))
-    linked = store_folder(root, name, fingerprint, recipe("none", dtype, get_format("none").order, linked=True))
+    linked = store_folder(root, name, fingerprint, recipe("none", dtype, get_format("none").order, True, mtp))
     with suppress(FileNotFoundError, BadStore):
         found["none"] = max(found.get("none", 0), read_manifest(linked / MANIFEST).nbytes_named)
     return found
@@ -277,6 +284,14 @@ class Headers:
         if self.folder is None or self.recipe:
             raise SettingError("speculate mtp is planned from the files of a checkpoint; give its folder")
         return replace(self, shape=read_shape(self.folder, mtp=True))
+
+    def headed(self, settings: Settings) -> Headers | None:
+        """The headers with those of an MTP head where settings leave open whether it drafts, and there is one."""
+        if settings.speculate != "auto" or self.shape.mtp or self.folder is None or self.recipe:
+            return None
+        with suppress(UnsupportedModel):
+            return replace(self, shape=read_shape(self.folder, mtp=True))
+        return None
 
     def settle(self, settings: Settings) -> Settings:
         return replace(settings, **{name: self.recipe[name] for name in ("quant", "dtype") if name in self.recipe})

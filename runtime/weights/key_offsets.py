@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
@@ -46,7 +46,8 @@ Theorem. Every bounded sequence of real numbers has a convergent subsequence. Pr
 
 @dataclass(frozen=True, slots=True)
 class KeyOffsets:
-    """Key offsets, float32 [H, D] by layer; layers without attention have none."""
+    """Key offsets, float32 [H, D] by layer; layers without attention have none, and an MTP head, which is in no job's
+    answers: a job goes on with it or without."""
 
     layers: Mapping[int, torch.Tensor]
 
@@ -56,8 +57,9 @@ class KeyOffsets:
         return sha256(b"".join(self.layers[layer].numpy().tobytes() for layer in sorted(self.layers))).hexdigest()[:16]
 
     def of(self, group: KVGroup) -> torch.Tensor:
-        """The offsets of a layer group that attends, [layers of the group, H, D]."""
-        return torch.stack([self.layers[layer] for layer in group.layers])
+        """The offsets of a layer group that attends, [layers of the group, H, D]; zeros of a head."""
+        none = torch.zeros(group.kv_heads, group.head_dim)
+        return torch.stack([self.layers.get(layer, none) for layer in group.layers])
 
 
 def fixed_token_ids(folder: Path) -> list[int]:
@@ -78,12 +80,7 @@ def measure(model: ModelRunner, token_ids: Items[int]) -> KeyOffsets:
         # Before the first sequence of a job, any state is free.
         sequence.table.state = 0
         with model.in_floats():
-            batch = pack([(sequence, len(token_ids))])
-            model.forward(batch)
-            if model.mtp is not None:
-                # Any token behind the last one: it is one of many.
-                behind = replace(batch, token_ids=batch.token_ids.roll(-1))
-                model.mtp.forward(behind, model.mtp.hidden[: len(token_ids)], again=False)
+            model.forward(pack([(sequence, len(token_ids))]))
     finally:
         model.attention = attention
     return KeyOffsets({layer: mean.contiguous() for layer, mean in sorted(means.means.items())})
@@ -101,7 +98,9 @@ def kept(store: Path, shape: ModelShape) -> KeyOffsets | None:
     if not path.is_file():
         return None
     groups = [group for group in shape.kv_groups if not group.is_index]
-    wanted = {f"layers.{layer}": (group.kv_heads, group.head_dim) for group in groups for layer in group.layers}
+    sizes = {layer: (group.kv_heads, group.head_dim) for group in groups for layer in group.layers}
+    layers = sorted(sizes)[: len(sizes) - shape.mtp]
+    wanted = {f"layers.{layer}": sizes[layer] for layer in layers}
     try:
         tensors = load_file(path)
     except (SafetensorError, OSError) as error:
@@ -109,5 +108,4 @@ def kept(store: Path, shape: ModelShape) -> KeyOffsets | None:
     sound = all(tensor.dtype == torch.float32 and bool(tensor.isfinite().all()) for tensor in tensors.values())
     if {name: tuple(tensor.shape) for name, tensor in tensors.items()} != wanted or not sound:
         raise BadStore(f"{path} belongs to another model or is damaged; delete it, and it is measured again")
-    layers = sorted(layer for group in groups for layer in group.layers)
     return KeyOffsets({layer: tensors[f"layers.{layer}"] for layer in layers})

@@ -460,6 +460,17 @@ class StreamedWeights:
             yield index
         deque(self._passing, maxlen=0)
 
+    def leave_last(self) -> None:
+        """Between two passes: the last layer is not used any more, and what streams of it is read no more."""
+        deque(self._passing, maxlen=0)
+        last, dense, cache = len(self._layers) - 1, self._lanes.dense, self.experts.cache
+        if dense is not None and last in self._arriving:
+            self._arriving.discard(last)
+            dense.drop()
+            dense.ask(*(self._lanes.shard(ShardKey(layer)) for layer in sorted(self._arriving)))
+        if cache is not None and last in self.experts.stats.layers:
+            cache.leave(last)
+
     def close(self) -> None:
         # Which waits for the device: it may still copy rows.
         self._lanes.close()

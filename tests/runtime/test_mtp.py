@@ -46,6 +46,7 @@ from moedge.runtime.shape.model_shape import KVGroup
 from moedge.runtime.shape.mtp import MTP
 from moedge.runtime.source.model_source import ModelSource, open_source
 from moedge.runtime.text.tokenizer import Tokenizer
+from moedge.runtime.weights.key_offsets import keep, kept, measure
 from support.speculation import FREE, LONGEST, WAYS, Way, everyone, plan_for, rows, run
 from support.tiny_mtp import LAYERS, Reference, save_mtp
 from support.trained_mtp import text, train
@@ -265,6 +266,55 @@ def test_a_head_that_is_never_right_is_not_computed_any_more(
     assert engine.predictor.depth == 0
     assert engine.predictor.ended == "the checkpoint's own head drafts no more: 0% of its tokens were accepted"
     assert drafted[0] < drafted[-2] == drafted[-1]
+    assert not any(isinstance(each.lookup, HeadDrafts) for each in sequences)
+
+
+def test_offsets_of_quantized_keys_are_the_model_s_alone(headed: Callable[[str], Path], tmp_path: Path) -> None:
+    """A job that began with the head goes on without it, and the other way round: its offsets fit both."""
+    with open_source(str(headed("glm4_moe"))) as source:
+        found = []
+        for one in (source, source.speculating(WITH_HEAD)):
+            plan = plan_for(one, Way(kv="int8"))
+            with closing(load_engine(one, plan, key_offsets=found[0] if found else None)) as loaded:
+                assert loaded.key_offsets is not None
+                offsets = measure(loaded.model, [7, 8, 9] * 5)
+                found.append(offsets)
+                (group,) = one.shape.kv_groups
+                assert len(offsets.of(group)) == len(one.shape.layers)
+        keep(tmp_path, found[0])
+        assert kept(tmp_path, one.shape).digest == kept(tmp_path, source.shape).digest  # type: ignore[union-attr]
+    without, ours = found
+    assert without.digest == ours.digest
+    assert sorted(ours.layers) == list(range(LAYERS))
+
+
+@pytest.mark.sample("glm4_moe-3")
+@pytest.mark.parametrize("end_after", [1, 3, 6])
+@pytest.mark.parametrize("family", MTP)
+def test_nothing_is_read_for_a_head_that_has_ended(
+    family: str, end_after: int, headed: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Where all dense layers and experts stream, passes behind its end bring those of the model's layers alone."""
+    found = [0]
+    with open_source(str(headed(family))) as plain:
+        source, (_, store) = plain.speculating(WITH_HEAD), prepared(plain, Way(smallest=True), tmp_path)
+        assert store is not None
+        plan = replace(plan_for(source, WAYS["smallest budget"]), free_tokens=AMPLE, undrafted="")
+        with closing(load_engine(source, plan, store, stream=Mode.ALL)) as loaded:
+            engine, memory = loaded.engine, loaded.streamed.memory
+            engine.add(Sequence([7, 8, 9] * 6, SequenceSampling(14, temperature=1.0, seed=1, ignore_eos=True)))
+            while engine.busy:
+                if len(found) > end_after:
+                    engine.predictor.end("told to")
+                engine.step()
+                found.append(loaded.streamed.nbytes_from_disk)
+            whole = sum(memory.nbytes(key) for key in memory.streamed)
+            head = sum(memory.nbytes(key) for key in memory.streamed if key.layer == LAYERS)
+    passes = [after - before for before, after in pairwise(found)]
+    assert len(passes) > end_after + 4
+    # In the first one a pass begins to bring what the head of the pass before would have had.
+    assert passes[1:end_after] == [whole] * (end_after - 1)
+    assert set(passes[end_after + 1 :]) == {whole - head}
 
 
 @pytest.mark.slow
@@ -460,6 +510,7 @@ def freed_too_early(layers: ArrivingLayers, head: Any = ArrivingLayers.head) -> 
 
 
 BUGS: dict[str, tuple[Any, str, Any]] = {
+    "a head that has ended is read on": (MtpHead, "leave", lambda head: None),
     "the head's bytes are given back before its second call": (ArrivingLayers, "head", freed_too_early),
     "the head gets the state before the last norm": (MtpHead, "_keep", keep_unnormed),
     "accepted drafts are not seen": (predictor_module, "_seen", one_row),
@@ -474,6 +525,10 @@ def test_a_planted_bug_is_found(
     bug: str, headed: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(*BUGS[bug])
+    if "ended" in bug:
+        with pytest.raises(AssertionError):
+            test_nothing_is_read_for_a_head_that_has_ended("glm4_moe", 3, headed, tmp_path)
+        return
     way = "smallest budget" if "bytes" in bug else "plain"
     with pytest.raises(AssertionError) as found:
         test_the_head_drafts_what_its_definition_gives(way, "glm4_moe", headed, tmp_path)

@@ -204,6 +204,55 @@ def test_the_distribution_of_sampled_tokens_is_the_model_s(temperature: float) -
         assert statistic < 20.5, before
 
 
+class Bounded:
+    """Parts of an answer whose first one ends with a token that is forced, wherever a pass has got to by then."""
+
+    masked, begin_id = True, None
+
+    def __init__(self, sequence: Sequence, length: int) -> None:
+        self._sequence, self._length = sequence, length
+
+    @property
+    def forced(self) -> int | None:
+        return VOCAB - 1 if len(self._sequence.output_ids) == self._length else None
+
+
+def unforced(self: Engine, samples: Any, sequences: Any, rows: Any, behind: Any = Engine._draw_behind) -> Any:
+    """Behind drafted tokens nothing is forced."""
+    draw = engine_module._draw
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "_draw", lambda each: replace(draw(each), forced=None))
+        return behind(self, samples, sequences, rows)
+
+
+@pytest.mark.parametrize("bug", [False, True], ids=["", "nothing is forced behind drafted tokens"])
+def test_what_is_forced_is_forced_behind_drafted_tokens(bug: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As thinking is that has a bound; drafts go on as if it had none."""
+
+    def run(free: tuple[int, ...], wanted: list[list[int]], bounded: bool) -> tuple[list[list[int]], Engine]:
+        cache = KVCache([KVPool(KVSpec(KVGroup((0,), 1, 2, None), "fp32", 16), 400)])
+        engine = Engine(MarkovModel(), Scheduler(PassLimits(512, 64, free_tokens=free), cache), Sampler())
+        params = [SequenceSampling(12, temperature=0.9, seed=seed) for seed in range(40)]
+        sequences = [Sequence([1, 2, 3], each) for each in params]
+        for seed, sequence in enumerate(sequences):
+            sequence.parts = Bounded(sequence, 4 + seed % 3) if bounded else None
+            if wanted:
+                foresee(sequence, wanted[seed], 9, seed)
+            engine.add(sequence)
+        list(engine.run())
+        return [each.output_ids for each in sequences], engine
+
+    unbounded, _ = run((), [], bounded=False)
+    plain, _ = run((), [], bounded=True)
+    assert plain != unbounded
+    if bug:
+        monkeypatch.setattr(Engine, "_draw_behind", unforced)
+    ours, engine = run((400,) * 7, unbounded, bounded=True)
+    assert engine.metrics.accepted_tokens > 100
+    assert (ours == plain) == (not bug)
+    assert all(each[4 + seed % 3] == VOCAB - 1 for seed, each in enumerate(plain))
+
+
 def shifted(batch: Batch) -> Batch:
     """With the positions of drafted tokens one too far."""
     positions = batch.positions.clone()
