@@ -282,7 +282,7 @@ struct Int3 {
         const vf mean = set1(sum_of(squares) / GROUP);
         for (int i = 0; i < PARTS; i++) weights[i] = add(weights[i], mean);
         if (given.importance)
-            for (int i = 0; i < PARTS; i++) weights[i] = mul(weights[i], load(given.importance + i * W));
+            for (int i = 0; i < PARTS; i++) weights[i] = mul(SIMD(sqrt_ps)(weights[i]), load(given.importance + i * W));
         float step = -0.25f;
         for (int fit = 0; fit < 2; fit++) {
             vf found[PARTS];
