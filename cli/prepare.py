@@ -32,6 +32,13 @@ class PrepareCommand(HostBudgets, WeightOptions, total=False):
             common=True,
         ),
     ]
+    calibrate: Annotated[
+        Path | None,
+        Option(
+            "Let errors in --experts count by what this text, UTF-8, brings to each column of each expert.",
+            takes=Takes.INPUT,
+        ),
+    ]
 
 
 _QUANT = "Quantize weights to this format; by default nf4, or what a quantized checkpoint has."
@@ -73,18 +80,21 @@ def _prepare(model: str, given: PrepareCommand, budgets: Budgets, say: Callable[
     from ..runtime.source.model_source import open_source
 
     begun = time.perf_counter()
+    text = _calibration_text(given)
     with open_source(model) as source:
         with importing("torch"):
-            from ..runtime.loading.prepare import precision, store_path
+            from ..runtime.loading.prepare import calibrate, precision, store_path
             from ..runtime.loading.prepare import prepare as write_store
             from ..runtime.shape.shards import bits_lost, default_format, weights_nbytes
         formats = precision(
             source, weight_format(given["quant"] or default_format(source.shape), given), given["dtype"]
         )
-        target = given["output"] or store_path(source, *formats, budgets.disk_dir)
+        importance = calibrate(source, text, formats[1], budgets) if text else None
+        digest = importance.digest if importance else ""
+        target = given["output"] or store_path(source, *formats, budgets.disk_dir, calibration=digest)
         say(f"{model} in {formats[0]}, dtype {formats[1]}: {gib(weights_nbytes(source.shape, *formats))} in {target}")
         budget = budgets.on_cpu()
-        written = write_store(source, target, *formats, budget, repair=True)
+        written = write_store(source, target, *formats, budget, repair=True, importance=importance)
     if line := loss_line(written.loss, bits_lost(source.shape, formats[0])):
         say(line)
     peak = host_peak()
@@ -92,3 +102,19 @@ def _prepare(model: str, given: PrepareCommand, budgets: Budgets, say: Callable[
     if budgets.ram != "auto" and peak > budget.host_nbytes:
         say(f"over budget: {gib(peak)} of RAM used, the budget is {gib(budget.host_nbytes)}")
         raise typer.Exit(ExitCode.GAVE_OUT)
+
+
+def _calibration_text(given: PrepareCommand) -> str:
+    """The text of `--calibrate`; "" without one. Raises SettingError."""
+    from ..runtime.settings.errors import SettingError
+    from ..runtime.settings.options import SAME
+
+    file = given["calibrate"]
+    if file is None:
+        return ""
+    if given["experts"] == SAME:
+        raise SettingError("--calibrate weighs errors in formats of --experts; give one of them, too")
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise SettingError(f"{file} is no text in UTF-8 ({error}); convert it") from None

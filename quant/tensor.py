@@ -22,6 +22,7 @@ from .formats.format import (
     ALIGNMENT,
     CODE_BITS,
     DTYPES,
+    EXPERT_FORMATS,
     INT4PACK,
     NF4PACK,
     OPTION_DTYPES,
@@ -54,7 +55,9 @@ def library_packs(weight: Tensor, layout: Layout) -> bool:
     return known and layout.dtype == "bfloat16" and weight.device.type == "cpu" and available()
 
 
-def pack_by_library(weight: Tensor, layout: Layout, planes: tuple[Tensor, ...]) -> bool:
+def pack_by_library(
+    weight: Tensor, layout: Layout, planes: tuple[Tensor, ...], importance: Tensor | None = None
+) -> bool:
     """Fills the planes of some rows of a matrix of this layout from `weight` [n, K]; without Python's lock.
 
     False, with some of the rows packed, if weights are NaN or infinite.
@@ -70,6 +73,7 @@ def pack_by_library(weight: Tensor, layout: Layout, planes: tuple[Tensor, ...]) 
         codes=codes.data_ptr(),
         scales=scales.data_ptr(),
         factors=factors[0].data_ptr() if factors else None,
+        importance=None if importance is None else importance.data_ptr(),
         format=_FORMATS[layout.format],
         order=_ORDERS[layout.order],
     )
@@ -212,12 +216,19 @@ def _in_turn(slices: Iterable[slice], work: Callable[[slice], None]) -> None:
         work(rows)
 
 
-def pack_into(weight: Tensor, layout: Layout, buffer: Tensor, for_each: ForEach = _in_turn) -> PackedTensor:
+def pack_into(
+    weight: Tensor,
+    layout: Layout,
+    buffer: Tensor,
+    for_each: ForEach = _in_turn,
+    importance: Tensor | None = None,
+) -> PackedTensor:
     """Packs `weight` [N, K] into `buffer` and binds it. Bytes between planes become 0, so that checksums are equal.
 
     `for_each` may share chunks of rows among threads; each chunk is packed on one thread, whatever the number of
-    torch's, and the bytes are the same. Raises FormatError if weight, layout and buffer do not match, or if weights are
-    NaN or infinite; the buffer then has some of the chunks.
+    torch's, and the bytes are the same. `importance`, float32 [K], above 0, is how much squares of errors in a column
+    count in the formats of experts (EXPERT_FORMATS); others have no use for it. Raises FormatError if weight, layout
+    and buffer do not match, or if weights are NaN or infinite; the buffer then has some of the chunks.
     """
     if tuple(weight.shape) != layout.shape or weight.dtype != torch_dtype(layout.dtype):
         raise FormatError(
@@ -227,22 +238,25 @@ def pack_into(weight: Tensor, layout: Layout, buffer: Tensor, for_each: ForEach 
     packed = bind_cleared(layout, buffer)
     library = library_packs(weight, layout)
     pack_part = pack_by_library if library else _pack_by_codec
+    columns = importance if layout.format in EXPERT_FORMATS else None
 
     def pack_rows(rows: slice) -> None:
-        if not pack_part(weight[rows], layout, packed.rows(rows)):
+        if not pack_part(weight[rows], layout, packed.rows(rows), columns):
             raise _not_finite(weight)
 
     for_each(row_chunks(layout.shape, layout.row_block, LIBRARY_CHUNK if library else PACK_CHUNK), pack_rows)
     return packed
 
 
-def _pack_by_codec(part: Tensor, layout: Layout, planes: tuple[Tensor, ...]) -> bool:
+def _pack_by_codec(part: Tensor, layout: Layout, planes: tuple[Tensor, ...], importance: Tensor | None = None) -> bool:
     """Packs some rows on one thread; False if weights are NaN or infinite."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         if finite := is_finite(part):
-            CODECS[layout.codes, layout.order].pack(part, planes)
+            # Those of the formats of experts take it.
+            pack_part: Callable[..., None] = CODECS[layout.codes, layout.order].pack
+            pack_part(part, planes, *([] if importance is None else [importance]))
         return finite
     finally:
         torch.set_num_threads(num_threads)

@@ -10,6 +10,7 @@ each, then four with the upper bit of eight columns each, the first column in th
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,9 +27,9 @@ LARGEST_SCALE = torch.finfo(torch.bfloat16).max / MIDDLE
 FITS = 2
 
 
-def pack(weight: Tensor, planes: tuple[Tensor, ...]) -> None:
+def pack(weight: Tensor, planes: tuple[Tensor, ...], importance: Tensor | None = None) -> None:
     """Packs `weight` [n, K], finite. Of the squares of errors the sum is small in which each weight counts by its own
-    square and the mean square of its group."""
+    square and the mean square of its group; with the `importance` [K] of columns by that and the root of their sum."""
     codes, scales = planes
     groups = weight.float().view(len(weight), -1, GROUP)
     low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
@@ -36,11 +37,14 @@ def pack(weight: Tensor, planes: tuple[Tensor, ...]) -> None:
     unit = farthest.masked_fill(farthest.abs() < SMALLEST, 1)
     numbers = groups / unit
     squares = numbers * numbers
-    importance = squares + _sum(squares) / GROUP
+    weights = squares + _sum(squares) / GROUP
+    if importance is not None:
+        # Torch's root is not rounded correctly everywhere.
+        weights = torch.from_numpy(np.sqrt(weights.numpy())) * importance.view(-1, GROUP)
     step = torch.full_like(unit, -1 / MIDDLE)
     for _ in range(FITS):
         steps = _steps(numbers, step)
-        weighted = importance * steps
+        weighted = weights * steps
         whole = _sum(weighted * steps)
         step = torch.where(whole > 0, _sum(weighted * numbers) / whole, step)
     scales.copy_((step * unit).clamp_(-LARGEST_SCALE, LARGEST_SCALE).squeeze(2))

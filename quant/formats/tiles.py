@@ -78,9 +78,9 @@ class TilesCodec:
         self._codes = codes
         self._rows = rows
 
-    def pack(self, weight: Tensor, planes: tuple[Tensor, ...]) -> None:
+    def pack(self, weight: Tensor, planes: tuple[Tensor, ...], *importance: Tensor) -> None:
         made = tuple(torch.empty_like(plane) for plane in planes)
-        self._rows.pack(weight, made)
+        self._rows.pack(weight, made, *importance)
         interleave_codes(made[0], planes[0], self._codes)
         for plane, out in zip(made[1:], planes[1:], strict=True):
             if plane.dim() == 1:

@@ -338,6 +338,7 @@ struct moedge_packing {
     uint8_t *codes;
     void *scales;
     float *factors;  // [rows] of INT4
+    const float *importance;  // of INT3: [columns] or null, how much squares of errors count
     moedge_weight_format format;
     moedge_order order;
     int32_t finite;  // the result: 0 if a number is NaN or infinite

@@ -166,8 +166,14 @@ inline bool extremes(const uint16_t* x, float& high, float& low) {
     return top <= LARGEST && bottom >= ~LARGEST;
 }
 
-// Each format packs one group of a row: codes a byte each, and what is stored beside them; false if not all is finite. Int4
-// takes the factor of the row.
+// What a group is packed by: the factor of its row (of Int4), and how much squares of errors in its columns count (of Int3;
+// or null).
+struct Given {
+    float factor;
+    const float* importance;
+};
+
+// Each format packs one group of a row: codes a byte each, and what is stored beside them; false if not all is finite.
 
 // formats/nf4.py
 struct Nf4 {
@@ -178,7 +184,7 @@ struct Nf4 {
 
     Nf4() : levels(midpoints().numbers, 15, 1.0f, true) {}
 
-    bool pack(const uint16_t* x, uint8_t* codes, Scale* scale, float) const {
+    bool pack(const uint16_t* x, uint8_t* codes, Scale* scale, const Given&) const {
         const int most = largest_of<GROUP>(x);
         if (most > LARGEST) return false;
         *scale = uint16_t(most);
@@ -230,7 +236,8 @@ struct Int4 {
         return true;
     }
 
-    bool pack(const uint16_t* x, uint8_t* codes, Scale* to, float factor) const {
+    bool pack(const uint16_t* x, uint8_t* codes, Scale* to, const Given& given) const {
+        const float factor = given.factor;
         float low, exact;
         if (!steps_of(x, low, exact)) return false;
         const float steps = __builtin_ceilf(exact / factor), scale = steps < 1 ? 1 : steps > 255 ? 255 : steps;
@@ -263,7 +270,7 @@ struct Int3 {
         return min(max(rounded, set1(-4.0f)), set1(3.0f));
     }
 
-    bool pack(const uint16_t* x, uint8_t* codes, Scale* to, float) const {
+    bool pack(const uint16_t* x, uint8_t* codes, Scale* to, const Given& given) const {
         float high, low;
         if (!extremes<GROUP>(x, high, low)) return false;
         const float farthest = -low > high ? low : high, unit = __builtin_fabsf(farthest) < 1e-30f ? 1.0f : farthest;
@@ -274,6 +281,8 @@ struct Int3 {
         }
         const vf mean = set1(sum_of(squares) / GROUP);
         for (int i = 0; i < PARTS; i++) weights[i] = add(weights[i], mean);
+        if (given.importance)
+            for (int i = 0; i < PARTS; i++) weights[i] = mul(SIMD(sqrt_ps)(weights[i]), load(given.importance + i * W));
         float step = -0.25f;
         for (int fit = 0; fit < 2; fit++) {
             vf found[PARTS];
@@ -303,7 +312,7 @@ struct Mxfp4 {
 
     Mxfp4() : levels(MIDPOINTS, 7, 8.0f, false) {}
 
-    bool pack(const uint16_t* x, uint8_t* codes, Scale* scale, float) const {
+    bool pack(const uint16_t* x, uint8_t* codes, Scale* scale, const Given&) const {
         const int most = largest_of<GROUP>(x);
         if (most > LARGEST) return false;
         // The exponent of the largest less that of 6, which is 2; subnormal numbers have the smallest scale.
@@ -321,12 +330,15 @@ constexpr float Mxfp4::MIDPOINTS[];
 
 using Rows = moedge_packing;
 
-// Some groups of a row, whose scales are `step` apart.
+// The groups of `count` columns of a row from `first` on, whose scales are `step` apart.
 template <class Format>
-bool pack_groups(const Format& format, const uint16_t* x, int64_t columns, uint8_t* codes, typename Format::Scale* scales,
-                 int64_t step, const float* factor) {
-    for (int64_t c = 0; c < columns; c += Format::GROUP, scales += step)
-        if (!format.pack(x + c, codes + c, scales, factor ? *factor : 0)) return false;
+bool pack_groups(const Format& format, const Rows& some, int64_t row, int64_t first, int64_t count, uint8_t* codes,
+                 typename Format::Scale* scales, int64_t step) {
+    const uint16_t* x = some.x + row * some.stride + first;
+    for (int64_t c = 0; c < count; c += Format::GROUP, scales += step) {
+        const Given given = {some.factors ? some.factors[row] : 0, some.importance ? some.importance + first + c : nullptr};
+        if (!format.pack(x + c, codes + c, scales, given)) return false;
+    }
     return true;
 }
 
@@ -358,8 +370,7 @@ bool pack_rows(const Rows& some) {
             uint8_t codes[COLUMNS];
             const int64_t count = some.columns - c < COLUMNS ? some.columns - c : COLUMNS;
             auto* scales = (typename Format::Scale*)some.scales + r * groups + c / Format::GROUP;
-            const float* factor = some.factors ? some.factors + r : nullptr;
-            if (!pack_groups(format, some.x + r * some.stride + c, count, codes, scales, 1, factor)) return false;
+            if (!pack_groups(format, some, r, c, count, codes, scales, 1)) return false;
             join_pairs(codes, count, Format::HIGH_FIRST, some.codes + (r * some.columns + c) / 2);
         }
     }
@@ -437,8 +448,7 @@ bool pack_blocks(const Rows& some) {
                 // Processors do not follow so many rows at once on their own.
                 if (r + AHEAD < Order::ROWS)
                     for (int64_t i = 0; i < count; i += 32) _mm_prefetch((const char*)(x + AHEAD * some.stride + i), _MM_HINT_T0);
-                const float* factor = some.factors ? some.factors + first + r : nullptr;
-                if (!pack_groups(format, x, count, codes[r], scales + group * Order::ROWS + r, Order::ROWS, factor)) return false;
+                if (!pack_groups(format, some, first + r, c, count, codes[r], scales + group * Order::ROWS + r, Order::ROWS)) return false;
             }
             Order::put(codes, count, some.codes + (first * some.columns + c * Order::ROWS) * Order::BITS / 8);
         }

@@ -30,9 +30,13 @@ from ..settings.errors import DoesNotFit, SettingError
 from ..settings.settings import Budgets, MemoryBudget, Settings
 from ..settings.stages import Advance, stage
 from ..shape.checkpoint_shape import open_checkpoint, read_tensors
-from ..shape.shards import lies_unpacked, model_shards, open_formats, weights_nbytes
+from ..shape.shards import lies_unpacked, model_shards, open_formats, weights_nbytes, workspace_nbytes
 from ..source.model_source import ModelSource, model_fingerprint, recipe
 from ..source.stored_model import carried_files, write_resident
+from ..text.tokenizer import Tokenizer
+from ..weights.importance import WINDOW, Importance
+from ..weights.importance import keep as keep_importance
+from ..weights.importance import measure as measure_importance
 from ..weights.key_offsets import FILE, MAX_TOKENS, fixed_token_ids, keep, measure
 from ..weights.linking import Linker
 from ..weights.preparation import CannotLink, Preparation, StoreSink, window_nbytes
@@ -55,21 +59,29 @@ def store_path(
     device_type: str | None = None,
     *,
     linked: bool = False,
+    calibration: str = "",
 ) -> Path:
     """The path of the store of this checkpoint in this format, whether it exists or not.
 
     Codes lie as kernels of `device_type` read them, "cpu" or "cuda"; None: of what this machine has. `linked`: of the
-    store that names what lies in the checkpoint's files.
+    store that names what lies in the checkpoint's files. `calibration` is the digest of the text that it was calibrated
+    by.
     """
-    made_of = _recipe(source, quant, dtype, device_type, linked)
+    made_of = _recipe(source, quant, dtype, device_type, linked, calibration)
     return store_folder(root or default_root(), source.name, model_fingerprint(source.weights), made_of)
 
 
 def _recipe(
-    source: ModelSource, quant: str, dtype: str, device_type: str | None, linked: bool = False
+    source: ModelSource,
+    quant: str,
+    dtype: str,
+    device_type: str | None,
+    linked: bool = False,
+    calibration: str = "",
 ) -> Mapping[str, Any]:
     there = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-    return recipe(quant, dtype, kernel_order(quant, TORCH_DTYPES[dtype], there), linked, source.shape.mtp)
+    made_of = recipe(quant, dtype, kernel_order(quant, TORCH_DTYPES[dtype], there), linked, source.shape.mtp)
+    return {**made_of, "calibration": calibration} if calibration else made_of
 
 
 class Written(NamedTuple):
@@ -89,22 +101,27 @@ def prepare(
     *,
     repair: bool = False,
     device_type: str | None = None,
+    importance: Importance | None = None,
 ) -> Written:
     """Writes the store at `target`, or completes one that was begun, within the host memory and the disk of `budget`.
 
     Codes lie as kernels of `device_type` read them; None: of what this machine has. `repair` also reads finished stores
     and writes damaged files again. Raises DoesNotFit if the memory is too little for the largest part that is
-    converted whole, OutOfBudget if the store does not fit on the disk.
+    converted whole, OutOfBudget if the store does not fit on the disk. `importance` is kept with it.
     """
     disk_budget(target, weights_nbytes(source.shape, quant, dtype), budget.disk_nbytes)
-    written = _copy(target, source, _recipe(source, quant, dtype, device_type), budget, repair)
+    digest = importance.digest if importance else ""
+    made_of = _recipe(source, quant, dtype, device_type, calibration=digest)
+    written = _copy(target, source, _Making(source, made_of, budget.host_nbytes, importance), repair)
     release_memory()
+    if importance is not None:
+        keep_importance(target, importance)
     _keep_key_offsets(source, target, quant, dtype, budget.host_nbytes)
     return written
 
 
-def _copy(target: Path, source: ModelSource, made_of: Mapping[str, Any], budget: MemoryBudget, repair: bool) -> Written:
-    making = _Making(source, made_of, budget.host_nbytes)
+def _copy(target: Path, source: ModelSource, making: _Making, repair: bool) -> Written:
+    made_of = making.made_of
     with StoreWriter(target, made_of, model_fingerprint(source.weights)) as writer:
         if writer.complete and not repair:
             return Written()
@@ -148,8 +165,12 @@ def _name(target: Path, source: ModelSource, made_of: Mapping[str, Any], budget:
 class _Making:
     """Packs the weights of a checkpoint for a store. Raises DoesNotFit where memory is too little."""
 
-    def __init__(self, source: ModelSource, made_of: Mapping[str, Any], host_nbytes: int) -> None:
+    def __init__(
+        self, source: ModelSource, made_of: Mapping[str, Any], host_nbytes: int, importance: Importance | None = None
+    ) -> None:
+        self.made_of = made_of
         self._source = source
+        self._importance = importance
         self._dtype = made_of["dtype"]
         self.shards = model_shards(source.shape, made_of["quant"], self._dtype, made_of["layout"])
         self._window = window_nbytes(source.shape, self.shards, self._dtype, host_nbytes)
@@ -176,7 +197,7 @@ class _Making:
         tensors = read_tensors(self._config, checkpoint)
         helpers = [Workspace(0) for _ in range(torch.get_num_threads() - 1)]
         compute = ParallelMatmul(Workspace(0), helpers=helpers)
-        preparation = Preparation(model, checkpoint, compute, self._window, tensors)
+        preparation = Preparation(model, checkpoint, compute, self._window, tensors, self._importance)
         preparation.run(self.shards, sink, advance)
         write_resident(writer, model, checkpoint, self._source.folder, linker)
         loss = dict(preparation.loss.by_group)
@@ -251,3 +272,29 @@ def store_for(source: ModelSource, plan: Plan, budgets: Budgets) -> FinishedStor
         if (written := prepare_linked(source, named, *formats, budget)) is not None:
             return FinishedStore(named, written.nbytes)
     return FinishedStore(target, prepare(source, target, *formats, budget, device_type=device_type).nbytes)
+
+
+def calibrate(source: ModelSource, text: str, dtype: str, budgets: Budgets) -> Importance:
+    """Measures how much columns of experts' matrices matter to a text, by the checkpoint's weights as they are.
+
+    Where memory does not hold them they stream, as those of a job with `--quant none` do. Raises SettingError for a
+    text without tokens.
+    """
+    settings = Settings(
+        dtype=dtype, quant="none", kv=dtype, tokens_per_pass=WINDOW, max_sequences=1, deterministic=True
+    )
+    plan = checked(source.shape, make_plan(source.shape, settings, budgets.on_cpu(), Workload(1, WINDOW)))
+    store = store_for(source, plan, budgets)
+    with Tokenizer.load(source.folder) as tokenizer:
+        token_ids = tokenizer.encode(text)
+    if not token_ids:
+        raise SettingError("the calibration text has no tokens; give one like what the model will read and write")
+    workspace = Workspace(workspace_nbytes(source.shape, plan.quant, plan.dtype, deterministic=True))
+    with (
+        closing(load_engine(source, plan, store and store.folder)) as loaded,
+        stage(f"calibrating by {len(token_ids):,} tokens"),
+    ):
+        found = measure_importance(loaded.model, workspace, text, token_ids)
+    del loaded
+    release_memory()
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +35,7 @@ from ..shape.model_shape import LayerShape, ModelShape
 from ..shape.quantized import ModelTensors
 from ..shape.read import EXPERTS, group_of
 from ..shape.shards import ITEM_NBYTES, LayerShards, ModelShards, ShardLayout, ShardMatrix, resident_nbytes
+from .importance import Importance
 from .memory import WeightMemory
 
 if TYPE_CHECKING:
@@ -316,14 +317,17 @@ def pack_shard(
     shard: torch.Tensor,
     compute: ParallelMatmul,
     packed: Added | None = None,
+    importance: Sequence[torch.Tensor] = (),
 ) -> None:
     """Fills `shard`, uint8 [layout.nbytes], with `weights` in the layout's order, each [N, K], on `compute`'s threads.
 
-    `packed` is called with each matrix. Raises BadCheckpoint, naming the matrix, for weights that are NaN or infinite.
+    `packed` is called with each matrix, `importance` says how much errors of its columns count. Raises BadCheckpoint,
+    naming the matrix, for weights that are NaN or infinite.
     """
-    for matrix, weight in zip(layout.matrices, weights, strict=True):
+    for at, (matrix, weight) in enumerate(zip(layout.matrices, weights, strict=True)):
         try:
-            made = _pack(matrix, weight.detach(), shard[matrix.offset : matrix.end], compute)
+            columns = importance[at] if importance else None
+            made = _pack(matrix, weight.detach(), shard[matrix.offset : matrix.end], compute, columns)
         except FormatError as error:
             raise BadCheckpoint(f"{where}.{matrix.name}: {error}") from None
         if packed is not None and not matrix.kept:
@@ -333,11 +337,18 @@ def pack_shard(
         shard[layout.matrices[-1].end :].zero_()
 
 
-def _pack(matrix: ShardMatrix, weight: torch.Tensor, buffer: torch.Tensor, compute: ParallelMatmul) -> PackedTensor:
+def _pack(
+    matrix: ShardMatrix,
+    weight: torch.Tensor,
+    buffer: torch.Tensor,
+    compute: ParallelMatmul,
+    importance: torch.Tensor | None,
+) -> PackedTensor:
     if matrix.kept:
         return fill(planes_of_rows(weight, matrix.layout), matrix.layout, buffer)
     # transformers keeps a few matrices in float32 where a model is loaded in float16: those of indexers.
-    return pack_into(weight.to(torch_dtype(matrix.layout.dtype)), matrix.layout, buffer, compute.for_each)
+    rounded = weight.to(torch_dtype(matrix.layout.dtype))
+    return pack_into(rounded, matrix.layout, buffer, compute.for_each, importance)
 
 
 def _windows(count: int, window: int, ends_apart: bool) -> Iterator[range]:
@@ -362,10 +373,11 @@ class Preparation:
         compute: ParallelMatmul,
         window_nbytes: int = WINDOW_NBYTES,
         tensors: ModelTensors | None = None,
+        importance: Importance | None = None,
     ) -> None:
         """`window_nbytes` of experts, in the model's dtype, are converted together; their copies take more.
 
-        `tensors` are the model's where the checkpoint holds some of them quantized.
+        `tensors` are the model's where the checkpoint holds some of them quantized, `importance` is of its experts.
         """
         self.layers: list[LayerAssembly] = []
         self._model = model
@@ -373,6 +385,7 @@ class Preparation:
         self._loader = CheckpointLoader(model, checkpoint, model.dtype, tensors)
         self._compute = compute
         self._window_nbytes = window_nbytes
+        self._importance = importance
         self.loss = PackingLoss()
         self._quantized = bool(tensors and tensors.quantized)
 
@@ -439,7 +452,9 @@ class Preparation:
             for expert in experts:
                 weights = [up[expert - experts.start], down[expert - experts.start]]
                 with sink.expert(expert) as shard:
-                    pack_shard(f"layer {index} expert {expert}", layout, weights, shard, self._compute, measure)
+                    columns = self._importance.of(index, expert) if self._importance else []
+                    where = f"layer {index} expert {expert}"
+                    pack_shard(where, layout, weights, shard, self._compute, measure, columns)
                 advance(layout.nbytes)
 
     def _measure(self, matrix: ShardMatrix, weight: torch.Tensor, packed: PackedTensor, group: str = "") -> None:

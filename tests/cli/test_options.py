@@ -8,9 +8,11 @@ import pytest
 
 from moedge import generation
 from moedge.cli.views import job_view
+from moedge.offload.errors import ExitCode
 from moedge.offload.store import stores
 from moedge.runtime.loading import prepare as making
 from moedge.runtime.loading.prepare import Written
+from moedge.runtime.weights.importance import Importance
 
 Cli = Callable[..., int]
 
@@ -63,7 +65,7 @@ def test_prepare_makes_what_was_typed(
 ) -> None:
     seen: list[tuple[Any, ...]] = []
 
-    def prepared(*made: Any, repair: bool) -> Written:
+    def prepared(*made: Any, repair: bool, importance: None) -> Written:
         seen.append(made)
         return Written()
 
@@ -73,6 +75,29 @@ def test_prepare_makes_what_was_typed(
     assert cli("prepare", checkpoint("llama"), flag, value) == 0
     plain, asked = map(arrived, seen)
     assert asked == wanted != plain
+
+
+def test_prepare_calibrates_by_the_text_of_a_file(
+    checkpoint: Callable[[str], Path],
+    cli: Cli,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(making, "calibrate", lambda source, text, *_: Importance(text, {}))
+    monkeypatch.setattr(
+        making, "prepare", lambda *made, importance, **_: seen.append((made[2], importance)) or Written()
+    )
+    (tmp_path / "text").write_text("Überall")
+    (tmp_path / "bytes").write_bytes(b"\xff")
+    model, experts = checkpoint("qwen3_moe"), ("--quant", "int8", "--experts", "int3")
+    assert cli("prepare", model, *experts, "--calibrate", tmp_path / "text") == 0
+    assert seen == [("int8+int3", Importance("Überall", {}))]
+    assert cli("prepare", model, "--calibrate", tmp_path / "text") == ExitCode.DOES_NOT_FIT
+    assert "--experts; give one of them" in capsys.readouterr().err
+    assert cli("prepare", model, *experts, "--calibrate", tmp_path / "bytes") == ExitCode.DOES_NOT_FIT
+    assert "is no text in UTF-8" in capsys.readouterr().err
 
 
 RESUME: dict[str, tuple[str | None, Callable[[Any], object], object]] = {

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from moedge.quant.formats import int3
-from moedge.quant.tensor import pack
+from moedge.quant.formats.format import get_format
+from moedge.quant.tensor import PackedTensor, pack, pack_into
 from support.packing_error import relative_error
 from support.random_planes import int3_codes
 
@@ -51,3 +52,18 @@ def test_groups_of_zeros_and_weights_at_the_ends_of_their_dtype_stay_finite(larg
     assert not back[3, :32].any()
     if largest > 1e-30:
         assert relative_error((weight / largest).bfloat16(), pack((weight / largest).bfloat16(), "int3")) < 0.25
+
+
+def test_errors_count_by_the_importance_of_their_column() -> None:
+    """Where one column in eight counts a hundred times; a factor of all columns changes nothing."""
+    weight = gaussian(256, 768)
+    importance = torch.where(torch.arange(768) % 8 == 3, 100.0, 1.0)
+    layout = get_format("int3").layout((256, 768), "bfloat16")
+
+    def packed(columns: Tensor | None) -> PackedTensor:
+        return pack_into(weight, layout, torch.empty(layout.nbytes, dtype=torch.uint8), importance=columns)
+
+    plain, weighted = packed(None), packed(importance)
+    lost = [float(((each.dequantize() - weight).float().square() * importance).sum()) for each in (plain, weighted)]
+    assert lost[1] < 0.8 * lost[0]
+    assert torch.equal(packed(4 * importance).dequantize(), weighted.dequantize())

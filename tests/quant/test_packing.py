@@ -87,6 +87,20 @@ def test_bytes_are_those_of_the_codec(
         library.choose(found.library, found.isa)
 
 
+def test_bytes_are_those_of_the_codec_where_columns_count_otherwise(isa: str) -> None:
+    weight, importance = (
+        weights_of("gaussian", (64, 96), 5),
+        torch.rand(96, generator=torch.Generator().manual_seed(6)) + 0.1,
+    )
+    layout = get_format("int3").in_order(TILES).layout((64, 96), "bfloat16")
+    found, wanted = (torch.zeros(layout.nbytes, dtype=torch.uint8) for _ in range(2))
+    assert tensor.library_packs(weight, layout)
+    pack_into(weight, layout, found, importance=importance)
+    CODECS["int3", TILES].pack(weight, PackedTensor.bind(layout, wanted).planes, importance)  # type: ignore[call-arg]
+    assert torch.equal(found, wanted), isa
+    assert not torch.equal(found, packed_bytes(weight, "int3", TILES))
+
+
 def midpoint_rows(name: str, group: int) -> Tensor:
     """Groups of every largest number of 8 bits in four scales, with numbers at and beside midpoints between levels."""
     magnitudes = [6 * each for each in nf4.LEVELS] if name == "nf4" else list(mxfp4.LEVELS)
