@@ -70,7 +70,7 @@ def load_model(
     Whoever loads it closes its engine. Raises DoesNotFit, MemoryGaveOut.
     """
     device, chosen = planned
-    source = replace(source, shape=chosen.request.shape)
+    source = source if source.shape.mtp == chosen.request.shape.mtp else replace(source, shape=chosen.request.shape)
     limit_pins(device, chosen.request.profile)
     policy = FallbackPolicy(chosen.plan, chosen.request)
     store = store_for(source, chosen.plan, budgets)

@@ -21,7 +21,7 @@ Cli = Callable[..., int]
 Rows = list[dict[str, Any]]
 MODEL = Path(__file__).parents[2] / "examples" / "tiny_moe" / "model"
 # Options whose value is a file that must be there.
-READ = {"include_path", "plan", "machine", "schema", "from_plan"}
+READ = {"calibrate", "include_path", "plan", "machine", "schema", "from_plan"}
 
 
 def commands(group: Any, name: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -129,12 +129,14 @@ def next_token(sequence: Sequence) -> int:
     return (sum(sequence.prompt_ids) + 31 * len(sequence.output_ids) + sequence.params.seed) % 251
 
 
+def fake_shape() -> Any:
+    groups = (KVGroup((0,), 1, 2, None),)
+    return SimpleNamespace(vocab=256, context=CONTEXT, kv_groups=groups, layers=(), head=None, num_experts=0, mtp=False)
+
+
 def fake_source(name: str) -> Any:
-    shape = SimpleNamespace(
-        vocab=256, context=CONTEXT, kv_groups=(KVGroup((0,), 1, 2, None),), layers=(), head=None, num_experts=0
-    )
     source = SimpleNamespace(
-        name=name, folder=Path("/nonexistent-model"), shape=shape, store=None, settle=lambda settings: settings
+        name=name, folder=Path("/nonexistent-model"), shape=fake_shape(), store=None, settle=lambda settings: settings
     )
     source.speculating = lambda _: source
     return source
@@ -152,9 +154,8 @@ def fake_plan(settings: Settings) -> Any:
     plan = SimpleNamespace(**chosen, budget=budget, kv_tokens=CONTEXT, tokens_per_pass=1024, as_dict=lambda: chosen)
     told = SimpleNamespace(generated_tok_s=1.0, seconds=1.0, bottleneck="compute")
     workload = SimpleNamespace(longest=CONTEXT)
-    request = SimpleNamespace(
-        profile=None, workload=workload, costs=SimpleNamespace(rates=SimpleNamespace(measured=False))
-    )
+    costs = SimpleNamespace(rates=SimpleNamespace(measured=False))
+    request = SimpleNamespace(profile=None, workload=workload, costs=costs, shape=fake_shape())
     return SimpleNamespace(plan=plan, prediction=told, seconds={}, request=request)
 
 
