@@ -12,7 +12,6 @@ from transformers import DynamicCache
 
 from moedge.quant.formats.format import get_format
 from moedge.quant.tensor import pack_into
-from moedge.runtime.shape.shards import TIED_HEAD
 from support.real.measure import Found
 from support.real.rotation import unpacked
 from support.real.text import ANSWER, QUESTIONS, windows
@@ -33,7 +32,12 @@ class Stock:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         head = self.model.get_output_embeddings()
         head.weight = nn.Parameter(head.weight.detach().clone())
-        self._linears = [(name, module) for name, module in self.model.named_modules() if isinstance(module, nn.Linear)]
+        # A head that is the embedding, too, stays a float matrix.
+        self._linears = [
+            (name, module)
+            for name, module in self.model.named_modules()
+            if isinstance(module, nn.Linear) and not (name == "lm_head" and self.model.config.tie_word_embeddings)
+        ]
         # As the file has them: a definition in bf16 rounds the embedding and the norms too.
         self._parameters = {name: each.detach().clone() for name, each in self.model.named_parameters()}
 
@@ -51,9 +55,7 @@ class Stock:
             parameter.data = self._parameters[name].to(DTYPES[packed_from]).to(DTYPES[dtype])
         for name, module in self._linears:
             weight = self._parameters[f"{name}.weight"].to(DTYPES[packed_from])
-            # A head that is the embedding, too, has a format of its own.
-            tied = name == "lm_head" and self.model.config.tie_word_embeddings and quant != "none"
-            module.weight.data = rounded_to(weight, TIED_HEAD if tied else quant).to(DTYPES[dtype])
+            module.weight.data = rounded_to(weight, quant).to(DTYPES[dtype])
             if compute == "int8":
                 module.register_forward_pre_hook(lambda _, given: (round_activations(given[0]), *given[1:]))
         if dtype == "bf16":
