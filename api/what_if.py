@@ -103,12 +103,16 @@ def suggestions(request: PlanRequest, result: PlanResult) -> list[Suggestion]:
     return sorted(found, key=lambda each: -each.gain)
 
 
+# Of formats of experts, on the mixture of bench/results/quality.md.
+_LOSSES = {"int3": "four to six times what int4 loses", "int2": "four times what int3 loses"}
+
+
 def _cost_of(change: str, now: Plan, then: Plan) -> str:
     """What a person should know of a change before making it."""
     if not change.startswith("--experts"):
         return ""
     smaller = f"{gib(then.weights_nbytes)} of weights instead of {gib(now.weights_nbytes)}"
-    return f"{smaller}; it loses four to six times what int4 loses (docs/quality.md)"
+    return f"{smaller}; it loses {_LOSSES[change.rpartition(' ')[2]]} (docs/quality.md)"
 
 
 def nearest(request: PlanRequest) -> list[str]:
@@ -148,7 +152,7 @@ def _changes(request: PlanRequest, result: PlanResult) -> Iterator[list[tuple[st
         yield [(f"--quant {quant}", request.with_settings(quant=quant)) for quant in lossier]
     if request.shape.num_experts and result.plan.streams and request.budget.device is None:
         mixed = [name for name in MIXED_FORMATS if name.startswith(f"{result.plan.quant}+")]
-        yield [(f"--experts {name.rpartition('+')[2]}", request.with_settings(quant=name)) for name in mixed]
+        yield from ([(f"--experts {name.rpartition('+')[2]}", request.with_settings(quant=name))] for name in mixed)
     if result.plan.kv != "int4" and request.settings.kv != "int4":
         yield [(f"--kv {kv}", request.with_settings(kv=kv)) for kv in ("int8", "int4") if kv != result.plan.kv]
     if request.settings.max_sequences is not None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, Self
 import torch
 from torch import Tensor
 
-from .formats import int3, int4, int8, mxfp4, nf4, plain, tiles
+from .formats import int2, int3, int4, int8, mxfp4, nf4, plain, tiles
 from .formats.format import (
     ALIGNMENT,
     CODE_BITS,
@@ -50,7 +50,7 @@ def library_packs(weight: Tensor, layout: Layout) -> bool:
     What `--quant` makes of bfloat16 weights on a CPU, in every order that is used where there is the library. Others,
     and float16 and float32 weights, are left to the codecs.
     """
-    orders = {"int8": (ROWS,), "int3": (TILES,)}.get(layout.codes, tuple(_ORDERS))
+    orders = {"int8": (ROWS,), "int3": (TILES,), "int2": (TILES,)}.get(layout.codes, tuple(_ORDERS))
     known = layout.format in _FORMATS and layout.order in orders
     return known and layout.dtype == "bfloat16" and weight.device.type == "cpu" and available()
 
@@ -109,6 +109,8 @@ CODECS: Mapping[tuple[str, str], Codec] = MappingProxyType(
         ("int4", TILES): tiles.TilesCodec("int4", int4.RowCodec()),
         ("nf4", TILES): tiles.TilesCodec("nf4", nf4),
         ("e2m1", TILES): tiles.TilesCodec("e2m1", mxfp4),
+        ("int2", ROWS): int2,
+        ("int2", TILES): tiles.TilesCodec("int2", int2),
         ("int3", ROWS): int3,
         ("int3", TILES): tiles.TilesCodec("int3", int3),
     }

@@ -129,9 +129,11 @@ class Layout:
 
 # The bits of a code, by type of codes: `none` are floats of the matrix's own dtype, `int8`, `int4` and `int3` integers
 # (the latter from 0 to 15 and to 7), `nf4` and `e2m1` indices into a table of 16 values.
-CODE_BITS: Mapping[str, int] = MappingProxyType({"none": 0, "int8": 8, "int4": 4, "nf4": 4, "e2m1": 4, "int3": 3})
+CODE_BITS: Mapping[str, int] = MappingProxyType(
+    {"none": 0, "int8": 8, "int4": 4, "nf4": 4, "e2m1": 4, "int3": 3, "int2": 2}
+)
 # Types of codes that are small integers, or halves of them.
-INTEGER_CODES = ("int4", "e2m1", "int3", "int8")
+INTEGER_CODES = ("int4", "e2m1", "int3", "int2", "int8")
 
 
 class Assumed(NamedTuple):
@@ -224,6 +226,11 @@ class WeightFormat:
     @property
     def paired(self) -> bool:
         """Whether scales have zeros beside them, integers both, and rows have factors."""
+        return self.factored and bool(self.zeros)
+
+    @property
+    def factored(self) -> bool:
+        """Whether scales are 8-bit integers, and rows have factors."""
         return self.scales == "uint8" and not self.block
 
     @property
@@ -262,6 +269,10 @@ class WeightFormat:
             return
         if self.paired:
             yield self._per_group("scales", self.scales, rows, columns // self.group, 2)
+            yield "factors", "float32", (rows,), 0
+            return
+        if self.factored:
+            yield self._per_group("scales", self.scales, rows, columns // self.group)
             yield "factors", "float32", (rows,), 0
             return
         yield self._per_group("scales", _PLANE_DTYPES.get(self.scales, self.scales), rows, columns // self.group)
@@ -378,7 +389,10 @@ QUANT_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
 )
 # What `--experts` offers: matrices of routed experts alone are quantized to these. `auto` takes none of them.
 EXPERT_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
-    {"int3": WeightFormat("int3", "int3", 32, "bfloat16", rates="int4")}
+    {
+        "int3": WeightFormat("int3", "int3", 32, "bfloat16", rates="int4"),
+        "int2": WeightFormat("int2", "int2", 32, "uint8", rates="int4"),
+    }
 )
 # A model with such experts, by the name that plans, stores and journals have for the formats of both: int8+int3.
 MIXED_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(

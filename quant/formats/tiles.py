@@ -25,6 +25,9 @@ _JOINED = 2 * BLOCK_ROWS
 
 def interleave_codes(codes: Tensor, out: Tensor, kind: str) -> None:
     """Writes codes of type `kind`, row after row, into `out` in order `tiles`; rows are a multiple of BLOCK_ROWS."""
+    if kind == "int2":
+        out.view(-1).copy_(codes.view(-1, BLOCK_ROWS, codes.shape[1] // 8, 4, 2).permute(0, 2, 4, 1, 3).flatten())
+        return
     if kind == "int3":
         chunks = codes.shape[1] // 12
         rows = int3.split(codes.reshape(-1, chunks, 12)).view(-1, 2, BLOCK_ROWS // 2, chunks, 8, 4)
@@ -41,6 +44,9 @@ def interleave_codes(codes: Tensor, out: Tensor, kind: str) -> None:
 
 def deinterleave_codes(codes: Tensor, kind: str) -> Tensor:
     """The inverse of `interleave_codes`: row after row, in the shape of `codes`."""
+    if kind == "int2":
+        chunks = codes.view(-1).view(-1, codes.shape[1] // 8, 2, BLOCK_ROWS, 4)
+        return chunks.permute(0, 3, 1, 4, 2).reshape(codes.shape)
     if kind == "int3":
         chunks = int3.split(codes.view(-1).view(-1, codes.shape[1] // 12, 12 * BLOCK_ROWS), _JOINED)
         rows = chunks.view(*chunks.shape[:2], 8, 2, BLOCK_ROWS // 2, 4).permute(0, 3, 4, 1, 2, 5)

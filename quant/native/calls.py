@@ -77,6 +77,7 @@ def look_up(codes: Tensor, numbers: Tensor) -> Tensor:
 def native_matrix(codes: str, planes: tuple[Tensor, ...], num_columns: int) -> NativeMatrix:
     """A matrix [N, K] of such codes, of whole tiles, as the kernels in tiles.h take it."""
     scales, *others = planes[1:]
+    dtype = str(scales.dtype).removeprefix("torch.")
     group = num_columns // scales.shape[1] if scales.dim() > 1 else num_columns
     return NativeMatrix(
         codes=planes[0].data_ptr(),
@@ -87,7 +88,7 @@ def native_matrix(codes: str, planes: tuple[Tensor, ...], num_columns: int) -> N
         columns=num_columns,
         group=group,
         codes_type=_CODES[codes],
-        scales_type=_SCALES["pairs" if scales.dim() == 3 else str(scales.dtype).removeprefix("torch.")],
+        scales_type=_SCALES["pairs" if scales.dim() == 3 else "bytes" if codes == "int2" else dtype],
     )
 
 

@@ -302,6 +302,177 @@ struct Int3 {
     }
 };
 
+// formats/int2.py
+struct Int2 {
+    using Scale = uint8_t;
+    static constexpr int64_t GROUP = 32;
+    static constexpr int PARTS = int(GROUP) / W, STATES = 64, VECTORS = STATES / W;
+    static constexpr float STEP = 0.04413485f, FACTOR = 0.0053f;
+    // By the oldest code and the state that is reached.
+    float values[4][STATES];
+
+    Int2() {
+        static constexpr int NEWEST[16] = {24, 50, 61, 37, 58, 0, 36, 21, 38, 47, 16, 75, 12, 26, 42, 54};
+        static constexpr int MIDDLE[16] = {12, 20, 27, 0, 15, 52, 30, 26, 37, 31, 3, 42, 37, 18, 22, 10};
+        for (int i = 0; i < 256; i++) {
+            const int a = i >> 6, b = i >> 4 & 3, c = i >> 2 & 3, d = i & 3;
+            values[a][i & 63] = float(NEWEST[(c + 4 * d) ^ (a + 4 * b)] + MIDDLE[b + 4 * c] - 62);
+        }
+    }
+
+    // A group divided by its farthest number, the squares of that and their mean, and the step for its deviation.
+    struct Numbers {
+        float unit, mean, step;
+        vf numbers[PARTS], squares[PARTS];
+
+        bool read(const uint16_t* x) {
+            const int most = largest_of<GROUP>(x);
+            if (most > LARGEST) return false;
+            unit = bf16_to_float(uint16_t(most));
+            if (unit < 1e-30f) unit = 1;
+            vf sums[PARTS];
+            for (int i = 0; i < PARTS; i++) {
+                numbers[i] = div(from_bf16(x + i * W), set1(unit));
+                sums[i] = squares[i] = mul(numbers[i], numbers[i]);
+            }
+            mean = Int3::sum_of(sums) / GROUP;
+            step = __builtin_sqrtf(mean) * unit * STEP;
+            return true;
+        }
+    };
+
+    static bool factor_of(const uint16_t* x, int64_t columns, float& factor) {
+        float most = 0;
+        for (int64_t c = 0; c < columns; c += GROUP) {
+            Numbers group;
+            if (!group.read(x + c)) return false;
+            most = group.step > most ? group.step : most;
+        }
+        most *= FACTOR;
+        factor = most < 1e-36f ? 1e-36f : most;
+        return true;
+    }
+
+    static float scale_of(float step, float factor) {
+        const float rounded = step / factor + ROUNDER - ROUNDER;
+        return rounded < 1 ? 1 : rounded > 255 ? 255 : rounded;
+    }
+
+    // Column 4 (t % 8) + t / 8 of a group is step t of the walk.
+    static void walk(const float* columns, float* steps) {
+        for (int t = 0; t < GROUP; t++) steps[t] = columns[4 * (t % 8) + t / 8];
+    }
+
+    struct Forgotten {
+        alignas(64) int32_t codes[GROUP][STATES];
+    };
+
+    // The least costs of reaching every state by the steps from `first` on, around the group, and the oldest code that each
+    // step forgets on the way there, which is in the lowest bits of a cost, too.
+    void costs(const float* numbers, const float* weights, int first, float* least, Forgotten& forgotten) const {
+        vf before[VECTORS];
+        for (int i = 0; i < VECTORS; i++) before[i] = load(least + i * W);
+        for (int t = 0; t < GROUP; t++) {
+            const vf number = set1(numbers[(first + t) % GROUP]), weight = set1(weights[(first + t) % GROUP]);
+            vf after[VECTORS];
+#pragma GCC unroll 8
+            for (int i = 0; i < VECTORS; i++)
+#pragma GCC unroll 4
+                for (int a = 0; a < 4; a++) {
+                    const int from = a * 16 + i * W / 4;
+                    const vf apart = sub(number, load(values[a] + i * W));
+                    const vf cost = add(mul(mul(apart, apart), weight), each_four_times(before[from / W], from % W));
+                    const vf tried = (vf)(mask((vi)cost, all_lanes(~3)) | all_lanes(a));
+                    after[i] = a ? min(after[i], tried) : tried;
+                }
+            for (int i = 0; i < VECTORS; i++) {
+                before[i] = after[i];
+                store_bytes(forgotten.codes[t] + i * W, mask((vi)after[i], all_lanes(3)));
+            }
+        }
+        for (int i = 0; i < VECTORS; i++) store(least + i * W, before[i]);
+    }
+
+    // W / 4 lanes from `first` on.
+    static vf each_four_times(vf x, int first) {
+#if MOEDGE_LEVEL >= 2
+        const vi lanes = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+        return _mm512_permutexvar_ps(add_lanes(lanes, all_lanes(first)), x);
+#else
+        return _mm256_permutevar8x32_ps(x, add_lanes(_mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1), all_lanes(first)));
+#endif
+    }
+
+    // The states that the steps reached and the values there; the last one reached `state`.
+    void trace(const Forgotten& forgotten, int state, int* states, float* found) const {
+        for (int t = int(GROUP) - 1; t >= 0; t--) {
+            const int code = forgotten.codes[t][state];
+            states[t] = state;
+            found[t] = values[code][state];
+            state = code * 16 + state / 4;
+        }
+    }
+
+    // Values of walks that begin in their middle; the state with which they came past the end of the group.
+    int begin(const float* numbers, const float* weights, float* found) const {
+        alignas(64) float least[STATES] = {};
+        Forgotten forgotten;
+        costs(numbers, weights, GROUP / 2, least, forgotten);
+        int32_t best = 0x7fffffff;
+        for (int i = 0; i < STATES; i++) {
+            int32_t bits;
+            memcpy(&bits, least + i, 4);
+            bits = (bits & ~63) | i;
+            best = bits < best ? bits : best;
+        }
+        int states[GROUP];
+        float turned[GROUP];
+        trace(forgotten, best & 63, states, turned);
+        for (int t = 0; t < GROUP; t++) found[(t + GROUP / 2) % GROUP] = turned[t];
+        return states[GROUP / 2 - 1];
+    }
+
+    bool pack(const uint16_t* x, uint8_t* codes, Scale* to, const Given& given) const {
+        Numbers group;
+        if (!group.read(x)) return false;
+        alignas(64) float columns[GROUP], numbers[GROUP], weights[GROUP], steps[GROUP], found[GROUP];
+        const float mean = group.mean > 0 ? group.mean : 1;
+        for (int i = 0; i < PARTS; i++) {
+            const vf weight = add(group.squares[i], set1(mean));
+            store(columns + i * W, given.importance ? mul(weight, load(given.importance + i * W)) : weight);
+        }
+        walk(columns, weights);
+        for (int i = 0; i < PARTS; i++) store(columns + i * W, group.numbers[i]);
+        walk(columns, numbers);
+        const auto scaled = [&](float scale) {
+            for (int i = 0; i < PARTS; i++) store(columns + i * W, div(from_bf16(x + i * W), set1(scale * given.factor)));
+            walk(columns, steps);
+        };
+        scaled(scale_of(group.step, given.factor));
+        const int state = begin(steps, weights, found);
+        vf wholes[PARTS], parts[PARTS];
+        for (int i = 0; i < PARTS; i++) {
+            const vf value = load(found + i * W), weighted = mul(load(weights + i * W), value);
+            wholes[i] = mul(weighted, value);
+            parts[i] = mul(weighted, load(numbers + i * W));
+        }
+        const float whole = Int3::sum_of(wholes);
+        const float step = whole > 0 ? Int3::sum_of(parts) / whole * group.unit : group.step;
+        const float scale = scale_of(step, given.factor);
+        *to = uint8_t(scale);
+        scaled(scale);
+        alignas(64) float least[STATES];
+        for (float& cost : least) cost = 1e30f;
+        least[state] = 0;
+        Forgotten forgotten;
+        costs(steps, weights, 0, least, forgotten);
+        int states[GROUP];
+        trace(forgotten, state, states, found);
+        for (int t = 0; t < GROUP; t++) codes[4 * (t % 8) + t / 8] = uint8_t(states[t] & 3);
+        return true;
+    }
+};
+
 // formats/mxfp4.py
 struct Mxfp4 {
     using Scale = uint8_t;
@@ -342,11 +513,21 @@ bool pack_groups(const Format& format, const Rows& some, int64_t row, int64_t fi
     return true;
 }
 
-// The factors of COUNT rows at most, from `first` on; false if not all is finite.
-template <int64_t COUNT>
+// What has no factors is never asked for them.
+template <class Format>
+struct FactorsOf : Int4 {
+    static bool find(const uint16_t* x, int64_t columns, float& factor) { return factor_of(x, columns, factor); }
+};
+template <>
+struct FactorsOf<Int2> : Int2 {
+    static bool find(const uint16_t* x, int64_t columns, float& factor) { return factor_of(x, columns, factor); }
+};
+
+// The factors of COUNT rows at most, from `first` on, of Int4 and Int2; false if not all is finite.
+template <class Format, int64_t COUNT>
 bool find_factors(const Rows& some, int64_t first) {
     for (int64_t r = first; some.factors && r < some.rows && r < first + COUNT; r++)
-        if (!Int4::factor_of(some.x + r * some.stride, some.columns, some.factors[r])) return false;
+        if (!FactorsOf<Format>::find(some.x + r * some.stride, some.columns, some.factors[r])) return false;
     return true;
 }
 
@@ -365,7 +546,7 @@ bool pack_rows(const Rows& some) {
     const Format format;
     const int64_t groups = some.columns / Format::GROUP;
     for (int64_t r = 0; r < some.rows; r++) {
-        if (!find_factors<1>(some, r)) return false;
+        if (!find_factors<Format, 1>(some, r)) return false;
         for (int64_t c = 0; c < some.columns; c += COLUMNS) {
             uint8_t codes[COLUMNS];
             const int64_t count = some.columns - c < COLUMNS ? some.columns - c : COLUMNS;
@@ -431,6 +612,24 @@ struct Tiles3 : Tiles {
     }
 };
 
+// The same of two-bit codes (tiles.h).
+struct Tiles2 : Tiles {
+    static constexpr int64_t BITS = 2;
+
+    static void put(const uint8_t (&codes)[ROWS][COLUMNS], int64_t count, uint8_t* to) {
+        for (int64_t c = 0; c < count; c += 32, to += 256) {
+            uint32_t halves[2][ROWS] = {};
+            for (int q = 0; q < 8; q++)
+                for (int i = 0; i < ROWS; i++) {
+                    uint32_t four;
+                    memcpy(&four, codes[i] + c + 4 * q, 4);
+                    halves[q / 4][i] |= four << (q % 4 * 2);
+                }
+            memcpy(to, halves, sizeof(halves));
+        }
+    }
+};
+
 // Of whole blocks of rows.
 template <class Format, class Order>
 bool pack_blocks(const Rows& some) {
@@ -438,7 +637,7 @@ bool pack_blocks(const Rows& some) {
     const Format format;
     const int64_t groups = some.columns / Format::GROUP;
     for (int64_t first = 0; first < some.rows; first += Order::ROWS) {
-        if (!find_factors<Order::ROWS>(some, first)) return false;
+        if (!find_factors<Format, Order::ROWS>(some, first)) return false;
         Scale* scales = (Scale*)some.scales + first * groups;
         for (int64_t c = 0; c < some.columns; c += COLUMNS) {
             uint8_t codes[Order::ROWS][COLUMNS];
@@ -492,6 +691,7 @@ bool pack(const Rows& some) {
         case moedge_weight_format::INT4: return tiles ? pack_blocks<Int4, Tiles>(some) : pack_rows<Int4>(some);
         case moedge_weight_format::INT8: return pack_int8(some);
         case moedge_weight_format::INT3: return pack_blocks<Int3, Tiles3>(some);
+        case moedge_weight_format::INT2: return pack_blocks<Int2, Tiles2>(some);
     }
     return false;
 }

@@ -81,6 +81,7 @@ inline vi left_by(vi lanes, int bits) { return SIMD(slli_epi32)(lanes, bits); }
 inline vi right_by(vi lanes, int bits) { return SIMD(srli_epi32)(lanes, bits); }
 inline vi pairs_of_products(vi bytes, vi integers) { return SIMD(maddubs_epi16)(bytes, integers); }
 inline vi sums_of_pairs(vi words, vi factors) { return SIMD(madd_epi16)(words, factors); }
+inline vi add_bytes(vi a, vi b) { return SIMD(add_epi8)(a, b); }
 inline vi looked_up(vi table, vi codes) { return SIMD(shuffle_epi8)(table, codes); }
 inline vf to_floats(vi lanes) { return SIMD(cvtepi32_ps)(lanes); }
 // Rounded to the nearest, to even in the middle.

@@ -63,6 +63,32 @@ __attribute__((always_inline)) inline vi three_bits(const uint8_t* chunk, int q,
 }
 constexpr int64_t THREE_BITS_NBYTES = CHUNK * OUTPUTS * 3 / 8;
 
+// The same of two-bit codes (formats/int2.py), 62 more than what they mean. A chunk has the first four codes of each of four
+// walks, a byte a walk, of all outputs, and then the other four: quad q takes those that were made q steps into a walk. A
+// number is looked up by the last codes of the walk, four bits at a time.
+constexpr int64_t TWO_BITS_NBYTES = CHUNK * OUTPUTS / 4;
+constexpr int32_t TWO_BITS_MIDDLE = 62;
+constexpr uint8_t NEWEST[16] = {24, 50, 61, 37, 58, 0, 36, 21, 38, 47, 16, 75, 12, 26, 42, 54};
+constexpr uint8_t MIDDLE[16] = {12, 20, 27, 0, 15, 52, 30, 26, 37, 31, 3, 42, 37, 18, 22, 10};
+
+// Codes k - 1 and k of the walks, k from -2 to 7, in the low four bits of each byte.
+__attribute__((always_inline)) inline vi two_steps(const uint8_t* chunk, int k, int v) {
+    const vi first = load_bytes(chunk + 4 * W * v), second = load_bytes(chunk + 4 * OUTPUTS + 4 * W * v);
+    // Before a walk's first code comes the last one of the walk before it.
+    const vi before = left_by(second, 8) | right_by(second, 24);
+    if (k % 4 == 0) {
+        const vi older = k ? first : before, newer = k ? second : first;
+        return mask(right_by(older, 6), all_bytes(3)) | mask(left_by(newer, 2), all_bytes(12));
+    }
+    const vi from = k < 0 ? before : k < 4 ? first : second;
+    return mask(right_by(from, 2 * ((k + 4) % 4 - 1)), all_bytes(15));
+}
+
+__attribute__((always_inline)) inline vi two_bits(const uint8_t* chunk, int q, int v) {
+    const vi newest = two_steps(chunk, q, v) ^ two_steps(chunk, q - 2, v);
+    return add_bytes(looked_up(table_of(NEWEST), newest), looked_up(table_of(MIDDLE), two_steps(chunk, q - 1, v)));
+}
+
 // Two columns of a tile's values in float32: of column 0 and 1.
 struct FloatPair {
     vf values[2][VECTORS];
@@ -109,16 +135,24 @@ inline void add_products(vf (&sums)[VECTORS], const Pair& pair, const uint16_t* 
 // bits lie in chunks, of which a pair is a sixteenth.
 template <Type VALUES>
 struct FloatCodes {
-    static constexpr int64_t NBYTES = VALUES == Type::INT8 ? 2 * OUTPUTS : VALUES == Type::INT3 ? OUTPUTS * 3 / 4 : OUTPUTS;
+    static constexpr int64_t NBYTES = VALUES == Type::INT8 ? 2 * OUTPUTS : VALUES == Type::INT3 ? OUTPUTS * 3 / 4
+                                      : VALUES == Type::INT2 ? OUTPUTS / 2 : OUTPUTS;
     // Whether all codes of a chunk are made together: shifts are then constants.
-    static constexpr bool WHOLE = VALUES == Type::INT3;
+    static constexpr bool WHOLE = VALUES == Type::INT3 || VALUES == Type::INT2;
     const uint8_t* at;
 
     // Lanes whose lowest byte is the code of the first of two columns, and the one above it that of the second.
     __attribute__((always_inline)) vi bytes_of_pair(int64_t index, int v) const {
-        const vi four = three_bits(at + uint64_t(index) / (CHUNK / 2) * THREE_BITS_NBYTES, int(uint64_t(index) % (CHUNK / 2)) / 2, v);
+        const int64_t chunk = uint64_t(index) / (CHUNK / 2);
+        const int q = int(uint64_t(index) % (CHUNK / 2)) / 2;
+        const vi four = VALUES == Type::INT3 ? three_bits(at + chunk * THREE_BITS_NBYTES, q, v)
+                                             : two_bits(at + chunk * TWO_BITS_NBYTES, q, v);
         return uint64_t(index) % 2 ? right_by(four, 16) : four;
     }
+
+    // Numbers of the first and of the second byte of lanes of two-bit codes.
+    static vf first_of_two(vi codes) { return to_floats(add_lanes(mask(codes, all_lanes(255)), all_lanes(-TWO_BITS_MIDDLE))); }
+    static vf second_of_two(vi codes) { return first_of_two(right_by(codes, 8)); }
 
     // Processors do not read far enough ahead on their own. What is behind the last tile is read in vain.
     void prefetch(int64_t index) const { _mm_prefetch((const char*)at + index * NBYTES + AHEAD, _MM_HINT_T0); }
@@ -128,6 +162,14 @@ struct FloatCodes {
     explicit FloatCodes(const uint8_t* from) : at(from), table(_mm512_loadu_ps(TABLES[table_of_type(VALUES)])) {}
 
     __attribute__((always_inline)) void pair(int64_t index, FloatPair& out) const {
+        if (VALUES == Type::INT2) {
+            for (int v = 0; v < VECTORS; v++) {
+                const vi codes = bytes_of_pair(index, v);
+                out.values[0][v] = first_of_two(codes);
+                out.values[1][v] = second_of_two(codes);
+            }
+            return;
+        }
         if (VALUES == Type::INT3) {
             for (int v = 0; v < VECTORS; v++) {
                 const vi codes = bytes_of_pair(index, v);
@@ -165,6 +207,14 @@ struct FloatCodes {
     }
 
     __attribute__((always_inline)) void pair(int64_t index, FloatPair& out) const {
+        if (VALUES == Type::INT2) {
+            for (int v = 0; v < VECTORS; v++) {
+                const vi codes = bytes_of_pair(index, v);
+                out.values[0][v] = first_of_two(codes);
+                out.values[1][v] = second_of_two(codes);
+            }
+            return;
+        }
         if (VALUES == Type::INT3) {
             for (int v = 0; v < VECTORS; v++) {
                 const vi codes = bytes_of_pair(index, v);
@@ -221,6 +271,14 @@ struct Codes {
     }
 
     __attribute__((always_inline)) void pair(int64_t index, Pair& out) const {
+        if (VALUES == Type::INT2) {
+            for (int v = 0; v < VECTORS; v++) {
+                const vi codes = FloatCodes<VALUES>(at).bytes_of_pair(index, v);
+                const vi first = (vi)FloatCodes<VALUES>::first_of_two(codes), second = (vi)FloatCodes<VALUES>::second_of_two(codes);
+                out.values[v] = _mm512_mask_blend_epi16(0xaaaaaaaa, right_by(first, 16), second);
+            }
+            return;
+        }
         if (VALUES == Type::INT3) {
             for (int v = 0; v < VECTORS; v++) {
                 const vi codes = FloatCodes<VALUES>(at).bytes_of_pair(index, v);
@@ -314,6 +372,8 @@ struct Matrix : moedge_matrix {
                 found.scale[v] = from_bf16((const uint16_t*)scales + first);
             } else if (SCALES == Scales::UINT8) {
                 found.scale[v] = powers_of_two(scales + first);
+            } else if (SCALES == Scales::BYTES) {
+                found.scale[v] = small_integers(scales + first);
             } else {
                 any_factors(first, found.scale[v], found.zero[v]);
             }
@@ -443,7 +503,10 @@ inline void multiply_tile(const Matrix& matrix, int64_t tile, const Inputs& in, 
         const int64_t blocks = (in.rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, at_once = (in.rows + blocks - 1) / blocks;
         for (int64_t begin = 0; begin < chunks; begin += SEVERAL) {
             const int64_t end = begin + SEVERAL < chunks ? begin + SEVERAL : chunks, pairs = (end - begin) * (CHUNK / 2);
-            for (int64_t p = 0; p < pairs; p++) source.pair(begin * (CHUNK / 2) + p, widened[p]);
+            if (Codes<VALUES>::WHOLE)
+                for (int64_t c = begin; c < end; c++) make_chunk(source, c, (Pair(&)[CHUNK / 2])widened[(c - begin) * (CHUNK / 2)]);
+            else
+                for (int64_t p = 0; p < pairs; p++) source.pair(begin * (CHUNK / 2) + p, widened[p]);
             for (int64_t first = 0; first < in.rows; first += at_once) {
                 const int64_t rest = in.rows - first;
                 add_rows<SCALES>(rest < at_once ? rest : at_once, results, Widened{widened}, matrix, tile, in, first, begin, end);
@@ -465,6 +528,7 @@ inline void multiply_tile(const Matrix& matrix, int64_t tile, const Inputs& in, 
             return multiply_tile<Type::NF4, ANY>(matrix, tile, in, results);
         case Type::E2M1: return multiply_tile<Type::E2M1, Scales::UINT8>(matrix, tile, in, results);
         case Type::INT3: return multiply_tile<Type::INT3, Scales::BFLOAT16>(matrix, tile, in, results);
+        case Type::INT2: return multiply_tile<Type::INT2, Scales::BYTES>(matrix, tile, in, results);
         case Type::INT8: return multiply_tile<Type::INT8, ANY>(matrix, tile, in, results);
     }
 }

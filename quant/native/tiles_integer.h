@@ -16,11 +16,11 @@ namespace {
 
 // What has to be subtracted from codes.
 constexpr int32_t offset_of(Type type) {
-    return type == Type::INT8 ? 128 : type == Type::E2M1 ? 12 : type == Type::INT3 ? 4 : 8;
+    return type == Type::INT8 ? 128 : type == Type::E2M1 ? 12 : type == Type::INT3 ? 4 : type == Type::INT2 ? TWO_BITS_MIDDLE : 8;
 }
 
 // Adds to each lane of `sum` the products of its four bytes, without sign, and four integers that all lanes meet. Bytes have
-// at most five bits unless they are `WHOLE`: products of two whole ones would not fit 16 bits.
+// at most seven bits unless they are `WHOLE`: products of two whole ones would not fit 16 bits.
 template <bool WHOLE>
 inline vi add_products(vi sum, vi bytes, vi integers) {
 #if MOEDGE_LEVEL >= 3
@@ -70,9 +70,13 @@ struct Quads {
         for (int64_t line = 0; line < NBYTES; line += 64) _mm_prefetch(from + line, _MM_HINT_T1);
     }
 
-    __attribute__((always_inline)) void three_bit_quad(int64_t index, Quad& out) const {
+    // Of two-bit and three-bit codes.
+    __attribute__((always_inline)) void few_bits(int64_t index, Quad& out) const {
+        const int64_t chunk = uint64_t(index) / (CHUNK / 4);
+        const int q = int(uint64_t(index) % (CHUNK / 4));
         for (int v = 0; v < VECTORS; v++)
-            out.values[v] = three_bits(at + uint64_t(index) / (CHUNK / 4) * THREE_BITS_NBYTES, int(uint64_t(index) % (CHUNK / 4)), v);
+            out.values[v] = VALUES == Type::INT3 ? three_bits(at + chunk * THREE_BITS_NBYTES, q, v)
+                                                 : two_bits(at + chunk * TWO_BITS_NBYTES, q, v);
     }
 
     vi numbers(vi codes) const { return VALUES == Type::E2M1 ? looked_up(table, codes) : codes; }
@@ -86,7 +90,7 @@ struct Quads {
     }
 
     __attribute__((always_inline)) void quad(int64_t index, Quad& out) const {
-        if (VALUES == Type::INT3) return three_bit_quad(index, out);
+        if (WHOLE) return few_bits(index, out);
         const uint8_t* from = at + index * NBYTES;
         if (VALUES == Type::INT8) {
             for (int v = 0; v < 2; v++) {
@@ -110,7 +114,7 @@ struct Quads {
     }
 
     __attribute__((always_inline)) void quad(int64_t index, Quad& out) const {
-        if (VALUES == Type::INT3) return three_bit_quad(index, out);
+        if (WHOLE) return few_bits(index, out);
         const uint8_t* from = at + index * NBYTES;
         if (VALUES == Type::INT8) {
             for (int half = 0; half < 2; half++) {
@@ -289,7 +293,10 @@ void multiply_integers(const Matrix& matrix, int64_t tile, const IntegerInputs& 
         const int64_t blocks = (in.rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, at_once = (in.rows + blocks - 1) / blocks;
         for (int64_t begin = 0; begin < chunks; begin += SEVERAL) {
             const int64_t end = begin + SEVERAL < chunks ? begin + SEVERAL : chunks, quads = (end - begin) * (CHUNK / 4);
-            for (int64_t q = 0; q < quads; q++) source.quad(begin * (CHUNK / 4) + q, made[q]);
+            if (Quads<VALUES>::WHOLE)
+                for (int64_t c = begin; c < end; c++) make_chunk(source, c, (Quad(&)[CHUNK / 4])made[(c - begin) * (CHUNK / 4)]);
+            else
+                for (int64_t q = 0; q < quads; q++) source.quad(begin * (CHUNK / 4) + q, made[q]);
             for (int64_t first = 0; first < in.rows; first += at_once) {
                 const int64_t rest = in.rows - first;
                 add_integer_rows<VALUES, SCALES>(rest < at_once ? rest : at_once, results, MadeQuads{made}, matrix, tile, in,
@@ -308,6 +315,7 @@ void multiply_integers(const Matrix& matrix, int64_t tile, const IntegerInputs& 
             return multiply_integers<Type::INT4, ANY>(matrix, tile, in, results);
         case Type::E2M1: return multiply_integers<Type::E2M1, Scales::UINT8>(matrix, tile, in, results);
         case Type::INT3: return multiply_integers<Type::INT3, Scales::BFLOAT16>(matrix, tile, in, results);
+        case Type::INT2: return multiply_integers<Type::INT2, Scales::BYTES>(matrix, tile, in, results);
         default: return multiply_integers<Type::INT8, ANY>(matrix, tile, in, results);
     }
 }

@@ -27,6 +27,11 @@ inline void factors_of(const Matrix& matrix, int64_t tile, int64_t group, Factor
         }
         return;
     }
+    if (matrix.scales_type == Scales::BYTES) {
+        matrix.factors_of<Scales::BYTES>(tile, group, found);
+        for (int v = 0; v < VECTORS; v++) found.scale[v] = mul(found.scale[v], load(matrix.factors + tile * OUTPUTS + v * W));
+        return;
+    }
     if (matrix.scales_type != Scales::UINT8) return matrix.factors_of<ANY>(tile, group, found);
     const uint8_t* from = matrix.scales + (tile * (matrix.columns / matrix.group) + group) * OUTPUTS;
     for (int v = 0; v < VECTORS; v++) found.scale[v] = exact_powers(from + v * W);
@@ -100,6 +105,7 @@ extern "C" void MOEDGE_NAMED(moedge_widen_tiles)(const moedge_tiles_widening* wi
             case Type::NF4: widen_tile<Type::NF4>(matrix, tile, to); break;
             case Type::E2M1: widen_tile<Type::E2M1>(matrix, tile, to); break;
             case Type::INT3: widen_tile<Type::INT3>(matrix, tile, to); break;
+            case Type::INT2: widen_tile<Type::INT2>(matrix, tile, to); break;
             case Type::INT8: widen_tile<Type::INT8>(matrix, tile, to);
         }
     }

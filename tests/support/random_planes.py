@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from moedge.quant.formats import mxfp4, nf4
+from moedge.quant.formats import int2, mxfp4, nf4
 from moedge.quant.formats.format import CODE_BITS, WeightFormat
 from moedge.quant.tensor import Planes, unpack_nibbles
 
@@ -27,6 +27,9 @@ def random_planes(chosen: WeightFormat, shape: tuple[int, int], seed: int = 0) -
     elif chosen.paired:
         scales = torch.stack([torch.randint(low, 256, groups, generator=generator) for low in (1, 0)], 2)
         factors = (torch.rand(num_rows, generator=generator) + 0.5) / 2048
+    elif chosen.factored:
+        scales = torch.randint(1, 256, groups, generator=generator)
+        factors = (torch.rand(num_rows, generator=generator) + 0.5) / 2048
     if chosen.zeros == "uint8" and not chosen.paired:
         # GPTQ's first version stores zero points minus one: 16 occurs.
         zeros = torch.randint(0, 64 if chosen.block else 17, groups, generator=generator).to(torch.uint8)
@@ -41,12 +44,29 @@ def int3_codes(codes: Tensor) -> Tensor:
     return (low[..., ::2] + 2 * low[..., 1::2] + 4 * high).flatten(1)
 
 
+def int2_values(codes: Tensor) -> Tensor:
+    """The values [N, K] of codes [N, K/4]: each column's from its own code and those of the three before it in the walk
+    0, 4, ... 28, 1, 5, ... 31 through its group, which has no end."""
+    walk = [4 * step + first for first in range(4) for step in range(8)]
+    chunks = codes.view(len(codes), -1, 8).int()
+    found = torch.zeros(*chunks.shape[:2], 32, dtype=torch.float64)
+    newest, middle = torch.tensor(int2.NEWEST), torch.tensor(int2.MIDDLE)
+    for at, column in enumerate(walk):
+        a, b, c, d = (
+            chunks[..., place // 4] >> 2 * (place % 4) & 3 for place in ((at - back) % 32 for back in (3, 2, 1, 0))
+        )
+        found[..., column] = (newest[(c + 4 * d) ^ (a + 4 * b)] + middle[b + 4 * c] - 62).double()
+    return found.flatten(1)
+
+
 def defined(chosen: WeightFormat, planes: Planes) -> Tensor:
     """The matrix, float64 [N, K]."""
     if chosen.codes == "int8":
         values = planes.codes.double()
     elif chosen.codes == "int3":
         values = (int3_codes(planes.codes) - 4).double()
+    elif chosen.codes == "int2":
+        values = int2_values(planes.codes)
     else:
         values = unpack_nibbles(planes.codes, high_first=chosen.codes == "nf4").double()
     if chosen.codes in VALUES:
@@ -62,6 +82,9 @@ def defined(chosen: WeightFormat, planes: Planes) -> Tensor:
         scale, zero = (spread(each) for each in planes.scales.unbind(2))
         return (values - zero / 16) * scale * spread(planes.factors)
     scales = spread(planes.scales)
+    if chosen.factored:
+        assert planes.factors is not None
+        return values * scales * spread(planes.factors)
     if chosen.scales == "e8m0":
         scales = torch.exp2(scales - 127)
     if planes.factors is not None:

@@ -142,6 +142,7 @@ JOBS = [
     ("mxfp4", "float", "int8"),
     ("none+int3", "float", "bf16"),
     ("int8+int3", "int8", "int8"),
+    ("int8+int2", "int8", "int8"),
 ]
 
 
