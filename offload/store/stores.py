@@ -124,7 +124,7 @@ def disk_nbytes(folder: Path) -> int:
     return sum(entry.stat(follow_symlinks=False).st_size for entry in os.scandir(folder))
 
 
-# The free bytes that `--disk auto` leaves on the disk.
+# The most that `--disk auto` leaves free on the disk.
 RESERVE_NBYTES = 10 << 30
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20))
 
@@ -144,8 +144,9 @@ class DiskSpace:
     @classmethod
     def of(cls, root: Path, wanted: int | None) -> Self:
         """As the disk of `root` is now; the folder need not exist."""
-        free = disk_free(root) - (RESERVE_NBYTES if wanted is None else 0)
-        return cls(free, wanted, {store.name: store.nbytes for store in stores(root)})
+        free = disk_free(root)
+        left = free - (reserve_nbytes(free) if wanted is None else 0)
+        return cls(left, wanted, {store.name: store.nbytes for store in stores(root)})
 
     @property
     def new_nbytes(self) -> int:
@@ -159,10 +160,18 @@ class DiskSpace:
         return max(0, self.new_nbytes + self.stores.get(name, 0))
 
 
+def reserve_nbytes(free_nbytes: int) -> int:
+    """The bytes that `--disk auto` leaves free where `free_nbytes` are: RESERVE_NBYTES, but no more than half of them.
+
+    A small model is not refused on a small disk.
+    """
+    return min(RESERVE_NBYTES, -(-free_nbytes // 2))
+
+
 def disk_budget(folder: Path, store_nbytes: int, wanted: int | None) -> int:
     """The bytes that all stores beside `folder`, and a store of `store_nbytes` in it, may take together.
 
-    `wanted` is the user's limit. None means auto: as much as this store needs, with RESERVE_NBYTES of the disk left
+    `wanted` is the user's limit. None means auto: as much as this store needs, with the reserve of the disk left
     free. Files that an earlier run wrote to `folder` count as part of this store. Raises OutOfBudget, which says what
     would fit.
     """
@@ -178,7 +187,8 @@ def disk_budget(folder: Path, store_nbytes: int, wanted: int | None) -> int:
 
 
 def _refusal(folder: Path, store_nbytes: int, allowed: int, others: int, wanted: int | None) -> str:
-    bound = f"the disk, with {_size(RESERVE_NBYTES)} left free," if wanted is None else f"--disk {_size(wanted)}"
+    reserve = reserve_nbytes(disk_free(folder))
+    bound = f"the disk, with {_size(reserve)} left free," if wanted is None else f"--disk {_size(wanted)}"
     advice = "choose a smaller weight format, or a --disk-dir on a larger disk"
     if wanted is not None:
         advice = f"raise --disk to {_size(others + store_nbytes, up=True)}, or {advice}"

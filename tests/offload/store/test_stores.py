@@ -163,11 +163,21 @@ def test_pruning_passes_over_stores_in_use(root: Path) -> None:
 
 def test_auto_is_what_the_store_needs_and_leaves_a_reserve(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     others = sum(store.nbytes for store in stores(root))
-    free(monkeypatch, RESERVE_NBYTES + 5 * GIB)
-    assert disk_budget(root / "new", 5 * GIB, None) == others + 5 * GIB
-    with pytest.raises(OutOfBudget, match=r"takes 5\.01 GiB but the disk, with 10\.00 GiB .* allows 5\.00 GiB"):
-        disk_budget(root / "new", 5 * GIB + 1, None)
-    free(monkeypatch, GIB)
+    free(monkeypatch, RESERVE_NBYTES + 12 * GIB)
+    assert disk_budget(root / "new", 12 * GIB, None) == others + 12 * GIB
+    with pytest.raises(OutOfBudget, match=r"takes 12\.01 GiB but the disk, with 10\.00 GiB .* allows 12\.00 GiB"):
+        disk_budget(root / "new", 12 * GIB + 1, None)
+
+
+def test_half_of_a_small_disk_is_left_free(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of a few MB fits a disk with less free than the reserve of a large one."""
+    others = sum(store.nbytes for store in stores(root))
+    for free_nbytes in (3, 8 * GIB, 2 * RESERVE_NBYTES - 1):
+        free(monkeypatch, free_nbytes)
+        assert disk_budget(root / "new", free_nbytes // 2, None) == others + free_nbytes // 2
+        with pytest.raises(OutOfBudget, match="left free, allows"):
+            disk_budget(root / "new", free_nbytes // 2 + 1, None)
+    free(monkeypatch, 0)
     with pytest.raises(OutOfBudget, match=r"allows 0\.00 KiB"):
         disk_budget(root / "new", 1, None)
 
