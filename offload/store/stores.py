@@ -124,7 +124,7 @@ def disk_nbytes(folder: Path) -> int:
     return sum(entry.stat(follow_symlinks=False).st_size for entry in os.scandir(folder))
 
 
-# The most that `--disk auto` leaves free on the disk.
+# The free bytes that `--disk auto` leaves on the disk; half of what is free where that is less, for small models.
 RESERVE_NBYTES = 10 << 30
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20))
 
@@ -133,8 +133,8 @@ _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20))
 class DiskSpace:
     """What the disk of one root has left for prepared weights.
 
-    `free_nbytes` are free on the disk, less the reserve where `wanted`, the user's ceiling for all stores together, is
-    None. `stores` are the bytes of every store by its folder's name.
+    `free_nbytes` are free on the disk. `wanted` is the user's ceiling for all stores together; where it is None, the
+    reserve stays free. `stores` are the bytes of every store by its folder's name.
     """
 
     free_nbytes: int
@@ -144,15 +144,13 @@ class DiskSpace:
     @classmethod
     def of(cls, root: Path, wanted: int | None) -> Self:
         """As the disk of `root` is now; the folder need not exist."""
-        free = disk_free(root)
-        left = free - (reserve_nbytes(free) if wanted is None else 0)
-        return cls(left, wanted, {store.name: store.nbytes for store in stores(root)})
+        return cls(disk_free(root), wanted, {store.name: store.nbytes for store in stores(root)})
 
     @property
     def new_nbytes(self) -> int:
-        """Bytes that may still be written; below 0 where more is taken than is allowed."""
+        """Bytes that may still be written; below 0 where more is taken than a ceiling allows."""
         if self.wanted is None:
-            return self.free_nbytes
+            return max(self.free_nbytes - RESERVE_NBYTES, self.free_nbytes // 2)
         return min(self.free_nbytes, self.wanted - sum(self.stores.values()))
 
     def for_store(self, name: str) -> int:
@@ -160,19 +158,11 @@ class DiskSpace:
         return max(0, self.new_nbytes + self.stores.get(name, 0))
 
 
-def reserve_nbytes(free_nbytes: int) -> int:
-    """The bytes that `--disk auto` leaves free where `free_nbytes` are: RESERVE_NBYTES, but no more than half of them.
-
-    A small model is not refused on a small disk.
-    """
-    return min(RESERVE_NBYTES, -(-free_nbytes // 2))
-
-
 def disk_budget(folder: Path, store_nbytes: int, wanted: int | None) -> int:
     """The bytes that all stores beside `folder`, and a store of `store_nbytes` in it, may take together.
 
-    `wanted` is the user's limit. None means auto: as much as this store needs, with the reserve of the disk left
-    free. Files that an earlier run wrote to `folder` count as part of this store. Raises OutOfBudget, which says what
+    `wanted` is the user's limit. None means auto: as much as this store needs, with the reserve left free on the disk.
+    Files that an earlier run wrote to `folder` count as part of this store. Raises OutOfBudget, which says what
     would fit.
     """
     space = DiskSpace.of(folder.parent, wanted)
@@ -187,8 +177,8 @@ def disk_budget(folder: Path, store_nbytes: int, wanted: int | None) -> int:
 
 
 def _refusal(folder: Path, store_nbytes: int, allowed: int, others: int, wanted: int | None) -> str:
-    reserve = reserve_nbytes(disk_free(folder))
-    bound = f"the disk, with {_size(reserve)} left free," if wanted is None else f"--disk {_size(wanted)}"
+    reserve = f"the disk, with {_size(RESERVE_NBYTES)} or half of it left free,"
+    bound = reserve if wanted is None else f"--disk {_size(wanted)}"
     advice = "choose a smaller weight format, or a --disk-dir on a larger disk"
     if wanted is not None:
         advice = f"raise --disk to {_size(others + store_nbytes, up=True)}, or {advice}"
