@@ -15,7 +15,8 @@
 
 The model is SmolLM2-135M-Instruct (bench.real_model), as it comes, in Q4_1, and rotated off that grid (bench.rotate):
 `--model original` or `--model rotated` takes one of them. `--mixture DIR` takes what bench.make_real_mixture wrote,
-instead.
+instead: `weights` and `json` then have experts in three bits, too, as they are and calibrated by text that is not
+scored, and `weights` the KL divergence from transformers in float32.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -37,17 +38,21 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from bench import ROOT
+from bench.make_real_mixture import stdlib
 from moedge.runtime.loading.engine_loader import load_engine
+from moedge.runtime.loading.prepare import calibrate, prepare
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan
-from moedge.runtime.settings.settings import MemoryBudget, Settings
+from moedge.runtime.settings.settings import Budgets, MemoryBudget, Settings
 from moedge.runtime.source.model_source import open_source
+from support.heldout import predict
 from support.real import cases, recorded, records, rotation, smollm2, tables
 from support.real.cases import Case
 from support.real.definition import Stock, round_activations
 from support.real.measure import Found, ask, measure, perplexity
 from support.real.tables import loss
-from support.real.text import FEW, WINDOW, WINDOWS, prose, same_answers
+from support.real.text import FEW, WINDOW, WINDOWS, prose, same_answers, windows
 
 MODELS: Mapping[str, tuple[str, Callable[[], Path]]] = {
     "original": (smollm2.TITLE, smollm2.smollm2),
@@ -56,6 +61,8 @@ MODELS: Mapping[str, tuple[str, Callable[[], Path]]] = {
 CUT = "SmolLM2-135M-Instruct, cut into 24 experts a layer, 16 a token (no trained mixture)"
 # What llama-quantize makes. Rows of 576 have no whole blocks of 256, where it takes Q5_0 and Q8_0 for K-quants.
 KINDS = ("Q8_0", "Q4_K_M", "Q4_0")
+# Characters of each text by which experts in three bits are calibrated: 16,000 tokens in all.
+CALIBRATION = 32_000
 PERPLEXITY = re.compile(r"Final estimate: PPL = ([\d.]+)")
 
 
@@ -88,19 +95,75 @@ def print_weights(model: Path, options: argparse.Namespace) -> None:
         print(each, flush=True)
 
 
+@contextmanager
+def subjects(model: Path, options: argparse.Namespace) -> Iterator[list[tuple[str, Case, Path]]]:
+    """The name of each format of weights, a case, and the model or the store that it is asked of."""
+    every = [*cases.weights_and_compute()]
+    if options.mixture:
+        every += [replace(case, quant=f"{case.quant}+int3") for case in every if case.quant in ("int8", "int4")]
+    found = [(case.quant, case, model) for case in every if asked_for(case, options)]
+    with tempfile.TemporaryDirectory(dir=smollm2.cache()) as folder:
+        low = [case for _, case, _ in found if "+" in case.quant]
+        prepare_stores(model, stores := {case.quant: Path(folder, case.quant) for case in low})
+        yield found + [(f"{case.quant}, calibrated", case, stores[case.quant]) for case in low]
+
+
+def asked_for(case: Case, options: argparse.Namespace) -> bool:
+    return not options.weights or case.quant in options.weights
+
+
+def prepare_stores(model: Path, stores: Mapping[str, Path]) -> None:
+    """Stores by their formats of weights, errors weighed by pages of moedge and a module of Python."""
+    if not stores:
+        return
+    pages = "\n".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.md")))
+    text = pages[:CALIBRATION] + stdlib(["argparse"])[:CALIBRATION]
+    with open_source(str(model)) as source:
+        importance = calibrate(source, text, "bf16", Budgets())
+        for quant, store in stores.items():
+            prepare(source, store, quant, "bf16", MemoryBudget(4 << 30), importance=importance)
+
+
 def print_mixture(model: Path, options: argparse.Namespace) -> None:
     """Beside transformers in float32: its experts are no linear layers, in which `print_weights` puts what a format
     means."""
-    exact = Stock(model).define("none", "float", "fp32", "fp32").ask(options.windows, 0)
-    head("weights", "compute", "perplexity", "against float32", "answers as with none")
-    line("transformers, fp32", "", f"{exact.perplexity:.4f}", "", "")
+    stock = Stock(model).define("none", "float", "fp32", "fp32")
+    ids = windows(stock.encode, options.windows)
+    exact = [stock.predict(each).float() for each in ids]
+    del stock
+    wanted = perplexity(map(chosen, exact, ids))
+    head("weights", "compute", "perplexity", "against float32", "KL, nats a token", "answers as with none")
+    line("transformers, fp32", "", f"{wanted:.4f}", "", "", "")
     native: Found | None = None
-    every = [*cases.weights_and_compute()]
-    every += [replace(each, quant=f"{each.quant}+int3") for each in every if each.quant in ("int8", "int4")]
-    for case, found in run(model, every, options):
-        native = native or found
-        same = f"{same_answers(found.answers, native.answers)}/{options.questions}"
-        line(case.quant, case.compute, f"{found.perplexity:.4f}", loss(found.perplexity, exact.perplexity), same)
+    with subjects(model, options) as every:
+        for name, case, path in every:
+            found, divergence = judged(path, case, exact, ids, options)
+            native = native or found
+            same = f"{same_answers(found.answers, native.answers)}/{options.questions}"
+            against = loss(found.perplexity, wanted)
+            line(name, case.compute, f"{found.perplexity:.4f}", against, f"{divergence:.4f}", same)
+
+
+def judged(
+    model: Path, case: Case, exact: list[Tensor], ids: list[list[int]], options: argparse.Namespace
+) -> tuple[Found, float]:
+    """What a case gives, and its mean divergence from the log probabilities `exact`, [n - 1, V] for n `ids`."""
+    from moedge import LLM
+
+    with LLM(str(model), ram="6GiB", gpu_mem=0, max_model_len=WINDOW + 8, rows=FEW, **case.options) as llm:
+        found = ask(llm, 0, WINDOW, options.questions)
+        logprobs, sums = [], []
+        for p, each in zip(exact, ids, strict=True):
+            q = torch.cat(list(predict(llm._engine.engine.engine, each)))[:-1]
+            logprobs.append(chosen(q, each))
+            sums.append(float((p.double().exp() * (p - q)).sum()))
+    return replace(found, logprobs=logprobs), sum(sums) / sum(map(len, exact))
+
+
+def chosen(predicted: Tensor, ids: list[int]) -> list[float]:
+    """Of the log probabilities [n - 1, V] those of the n `ids` behind the first."""
+    found: list[float] = predicted.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+    return found
 
 
 def print_kv(model: Path, options: argparse.Namespace) -> None:
@@ -125,20 +188,25 @@ def print_json(model: Path, options: argparse.Namespace) -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "record", "schema": records.SCHEMA}}
     head("weights", "compute", "KV", "valid, free", "valid, by grammar", "fields right", "fields as with none")
     wanted: list[Any] = []
-    every = [*cases.weights_and_compute()]
-    for case in [*every, *(replace(every[0], kv=kv) for kv in cases.FACTORS["kv"][1:])]:
-        with LLM(str(model), ram="6GiB", gpu_mem=0, max_model_len=512, rows=options.rows, **case.options) as llm:
-            free, bound = (
-                [one.outputs[0].text for one in llm.chat(chats, SamplingParams(max_tokens=96, response_format=form))]
-                for form in (None, schema)
-            )
-        given = [records.read(text) for text in bound]
-        wanted = wanted or given
-        right = sum(records.same(a, record.fields) for a, record in zip(given, some, strict=True))
-        as_none = sum(records.same(a, b) for a, b in zip(given, wanted, strict=True))
-        fields = len(records.SCHEMA["required"]) * len(some)
-        valid = [sum(each is not None for each in map(records.read, texts)) for texts in (free, bound)]
-        line(case.quant, case.compute, case.kv, *valid, f"{right / fields:.1%}", f"{as_none / fields:.1%}")
+    with subjects(model, options) as every:
+        if not options.mixture:
+            every += [(each[0], replace(each[1], kv=kv), model) for each in every[:1] for kv in cases.FACTORS["kv"][1:]]
+        for name, case, path in every:
+            with LLM(str(path), ram="6GiB", gpu_mem=0, max_model_len=512, rows=options.rows, **case.options) as llm:
+                free, bound = (
+                    [
+                        one.outputs[0].text
+                        for one in llm.chat(chats, SamplingParams(max_tokens=96, response_format=form))
+                    ]
+                    for form in (None, schema)
+                )
+            given = [records.read(text) for text in bound]
+            wanted = wanted or given
+            right = sum(records.same(a, record.fields) for a, record in zip(given, some, strict=True))
+            as_none = sum(records.same(a, b) for a, b in zip(given, wanted, strict=True))
+            fields = len(records.SCHEMA["required"]) * len(some)
+            valid = [sum(each is not None for each in map(records.read, texts)) for texts in (free, bound)]
+            line(name, case.compute, case.kv, *valid, f"{right / fields:.1%}", f"{as_none / fields:.1%}")
 
 
 def print_executors(model: Path, options: argparse.Namespace) -> None:
@@ -238,8 +306,10 @@ def error(values: list[float]) -> float:
 
 
 def print_llama(model: Path, options: argparse.Namespace) -> None:
-    """Of each window the second half is scored, as llama-perplexity does, by llama.cpp and by moedge."""
-    head("engine", "weights", "perplexity of second halves", "against its own bf16")
+    """Of each window the second half is scored, as llama-perplexity does: by llama.cpp and by moedge of the same file,
+    and by moedge in its own formats."""
+    head("engine", "weights", "perplexity of second halves", "against its own bf16", "against llama.cpp, same file")
+    own = [*cases.weights_and_compute()]
     with tempfile.TemporaryDirectory(dir=smollm2.cache()) as folder:
         text = Path(folder, "prose.txt")
         text.write_text(prose())
@@ -249,17 +319,23 @@ def print_llama(model: Path, options: argparse.Namespace) -> None:
             exact = rotation.write_gguf(model, Path(folder, "exact.gguf"))
         program = options.llama_bin / "llama-perplexity"
         settings = ["-c", WINDOW, "-b", WINDOW, "--chunks", options.windows, "-t", 2]
-        wanted = 0.0
+        wanted = native = 0.0
         for kind in ("BF16", *KINDS):
             file = exact if kind == "BF16" else quantized(exact, kind, Path(folder), options)
             found = float(searched(PERPLEXITY, said([program, "-m", file, "-f", text, *settings])))
             wanted = wanted or found
-            line("llama.cpp", kind, f"{found:.4f}", loss(found, wanted))
-    native = 0.0
-    for case, each in run(model, list(cases.weights_and_compute()), options):
-        halves = perplexity([window[WINDOW // 2 :] for window in each.logprobs])
-        native = native or halves
-        line("moedge", f"{case.quant}, {case.compute}", f"{halves:.4f}", loss(halves, native))
+            line("llama.cpp", kind, f"{found:.4f}", loss(found, wanted), "")
+            some = own[:1] if kind == "BF16" else [replace(case, quant="kept") for case in own if case.quant == "int8"]
+            for case, halves in second_halves(file, some, options):
+                native = native or halves
+                line("moedge", f"{kind}, {case.compute}", f"{halves:.4f}", loss(halves, native), loss(halves, found))
+    for case, halves in second_halves(model, [case for case in own[1:] if asked_for(case, options)], options):
+        line("moedge", f"{case.quant}, {case.compute}", f"{halves:.4f}", loss(halves, native), "")
+
+
+def second_halves(model: Path, some: list[Case], options: argparse.Namespace) -> Iterator[tuple[Case, float]]:
+    for case, each in run(model, some, argparse.Namespace(windows=options.windows, questions=0)):
+        yield case, perplexity([window[WINDOW // 2 :] for window in each.logprobs])
 
 
 def quantized(file: Path, kind: str, folder: Path, options: argparse.Namespace) -> Path:
@@ -294,6 +370,9 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, action="append", help="both, if none is named")
     parser.add_argument("--windows", type=int, default=WINDOWS, help=f"of {WINDOW} tokens")
     parser.add_argument("--questions", type=int, default=FEW, help="at most 160")
+    parser.add_argument(
+        "--weights", nargs="+", help="of weights, json and llama, such as none int4 int4+int3; all by default"
+    )
     parser.add_argument("--rows", type=int, default=200, help="JSON answers")
     parser.add_argument("--llama-bin", type=Path, help="where llama-quantize and llama-perplexity lie")
     parser.add_argument("--mixture", type=Path, help="a folder that bench.make_real_mixture wrote")

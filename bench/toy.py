@@ -67,7 +67,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "table --results {out}/planner.jsonl",
         "speed --runs 1 --models gpt-oss-120b",
     ),
-    "real_quality": ("--help",),
+    "real_quality": ("weights --mixture {model} --windows 1 --questions 0 --weights none int8+int3",),
     "make_real_mixture": ("--help",),
     "real_model": ("--help",),
     "quality": ("weights --tokens 128 --window 128", "kv --tokens 128 --window 128"),

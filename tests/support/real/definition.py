@@ -70,7 +70,7 @@ class Definition:
 
     def ask(self, num_windows: int, num_questions: int) -> Found:
         """As `measure.ask`, by transformers."""
-        texts = windows(lambda text: self._tokenizer.encode(text, add_special_tokens=False), num_windows)
+        texts = windows(self.encode, num_windows)
         return Found(list(map(self._score, texts)), *self._answers(num_questions))
 
     @torch.inference_mode()
@@ -84,16 +84,24 @@ class Definition:
             for name, module in self._model.named_modules()
             if isinstance(module, nn.Linear)
         ]
-        (ids,) = windows(lambda text: self._tokenizer.encode(text, add_special_tokens=False), 1)
+        (ids,) = windows(self.encode, 1)
         self._model(torch.tensor([ids]))
         for hook in hooks:
             hook.remove()
         return found
 
+    def encode(self, text: str) -> list[int]:
+        found: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return found
+
     @torch.inference_mode()
+    def predict(self, ids: list[int]) -> Tensor:
+        """Natural log probabilities of what follows each of n `ids` but the last: [n - 1, V], float64."""
+        found: Tensor = self._model(torch.tensor([ids])).logits[0, :-1].double().log_softmax(-1)
+        return found
+
     def _score(self, ids: list[int]) -> list[float]:
-        logits = self._model(torch.tensor([ids])).logits[0, :-1].double().log_softmax(-1)
-        found: list[float] = logits.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+        found: list[float] = self.predict(ids).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
         return found
 
     @torch.inference_mode()
