@@ -325,7 +325,11 @@ def print_llama(model: Path, options: argparse.Namespace) -> None:
             found = float(searched(PERPLEXITY, said([program, "-m", file, "-f", text, *settings])))
             wanted = wanted or found
             line("llama.cpp", kind, f"{found:.4f}", loss(found, wanted), "")
-            some = own[:1] if kind == "BF16" else [replace(case, quant="kept") for case in own if case.quant == "int8"]
+            quant, computes = (
+                ("none" if kind == "BF16" else "kept"),
+                ("float", "int8") if kind == "Q8_0" else ("float",),
+            )
+            some = [replace(own[0], quant=quant, compute=compute) for compute in computes]
             for case, halves in second_halves(file, some, options):
                 native = native or halves
                 line("moedge", f"{kind}, {case.compute}", f"{halves:.4f}", loss(halves, native), loss(halves, found))
