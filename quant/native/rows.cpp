@@ -162,16 +162,21 @@ constexpr int at_once(int rows) {
     return MOEDGE_LEVEL >= 2 ? (rows <= 2 ? 1 : rows <= 4 ? 4 : 2) : rows <= 4 ? 2 : 1;
 }
 
-#if MOEDGE_LEVEL >= 3
-// Products of bfloat16 in pairs, for codes that lie in half bytes, and for bfloat16. A block has 64 columns, of x first the
-// even ones where codes are of half a byte. Levels of NF4 are rounded, as in tiles.h.
+// Columns whose codes become bfloat16 together. Levels of NF4 are rounded, as in tiles.h.
 constexpr int64_t BLOCK = 2 * CHUNK;
+
+// Whether codes stand for levels, not for integers, which AVX2 makes floats of faster than by tables.
+constexpr bool has_levels(Kind kind) { return kind == Kind::NF4 || kind == Kind::E2M1; }
 
 inline bool has_words(const moedge_row_matrix& matrix, Kind kind, Format format) {
     const bool grouped = matrix.scales != nullptr, whole = matrix.group == CHUNK || matrix.group % BLOCK == 0;
-    return format == Format::MOEDGE_BF16 && (is_nibbles(kind) || kind == Kind::BF16) && matrix.columns % BLOCK == 0 && (whole || !grouped);
+    const bool known = MOEDGE_LEVEL >= 3 ? is_nibbles(kind) || kind == Kind::BF16 : MOEDGE_LEVEL == 1 && has_levels(kind);
+    return format == Format::MOEDGE_BF16 && known && matrix.columns % BLOCK == 0 && (whole || !grouped);
 }
 
+#if MOEDGE_LEVEL >= 3
+// Products of bfloat16 in pairs, and for bfloat16 itself. Of x, the even columns of a block are first where codes are of half
+// a byte.
 template <Kind KIND, int R>
 void multiply_words(const RowMatrix& matrix, int64_t first, int64_t end, const uint16_t* x, const float* x_sums, float* out, int64_t stride) {
     constexpr int N = at_once(R);
@@ -239,6 +244,85 @@ void multiply_words(const RowMatrix& matrix, int64_t first, int64_t end, const u
                 }
                 out[r * stride + row + n - first] = sum(sums[n][r]) + total;
             }
+    }
+}
+#elif MOEDGE_LEVEL == 1
+// Where column `i` of a chunk is in a block of x, whose vectors of W have the order in which codes become numbers: by half
+// bytes, by halves of 16 bytes, by even and odd ones; four lanes are of one chunk, and four of the next.
+constexpr int place_of(int64_t chunk, int i) {
+    const int byte = i / 2, vector = i % 2 * 4 + byte / 8 * 2 + byte % 2;
+    return vector * W + int(chunk % 2) * 4 + byte % 8 / 2;
+}
+
+// Codes become floats by tables of the upper and the lower byte of bfloat16, with half of the instructions
+// that `multiply` takes.
+template <Kind KIND, int R>
+void multiply_words(const RowMatrix& matrix, int64_t first, int64_t end, const float* x, float* out, int64_t stride) {
+    constexpr int N = at_once(R);
+    uint8_t bytes[2][16];
+    for (int i = 0; i < 16; i++) {
+        const uint16_t entry = float_to_bf16(TABLES[int(KIND == Kind::NF4 ? Type::NF4 : Type::E2M1)][i]);
+        bytes[0][i] = uint8_t(entry), bytes[1][i] = uint8_t(entry >> 8);
+    }
+    const vi lower = table_of(bytes[0]), upper = table_of(bytes[1]);
+    const int64_t blocks = matrix.columns / BLOCK, row_nbytes = blocks * 2 * chunk_nbytes(KIND);
+    // The groups of the lanes of a vector, and how many blocks share a group.
+    const bool halves = matrix.group == CHUNK;
+    const int64_t in_group = halves ? 1 : matrix.group / BLOCK, step = halves ? 2 : 1;
+    float scale[N][MOEDGE_ROW_GROUPS], zero[N][MOEDGE_ROW_GROUPS];
+    const auto of_lanes = [&](const float* numbers) {
+        return _mm256_set_m128(_mm_broadcast_ss(numbers + step - 1), _mm_broadcast_ss(numbers));
+    };
+    for (int64_t row = first; row < end; row += N) {
+        const uint8_t* at[N];
+        vf sums[N][R];
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++) {
+            const int64_t mine = row + n < end ? row + n : end - 1;
+            at[n] = matrix.codes + mine * row_nbytes;
+            matrix.factors_of(mine, scale[n], zero[n], 0);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) sums[n][r] = set1(0.0f);
+        }
+        for (int64_t block = 0, group = 0; block < blocks; group += step)
+            for (const int64_t stop = block + in_group; block < stop; block++)
+#pragma GCC unroll 8
+                for (int n = 0; n < N; n++) {
+                    const uint8_t* const from = at[n] + block * 2 * chunk_nbytes(KIND);
+                    request(from + REQUESTED);
+                    const vf by = of_lanes(scale[n] + group);
+                    const vi codes = load_bytes(from);
+                    // Sums of one or two rows wait for each other less where there are two of each.
+                    constexpr int PARTS = R <= 2 ? 2 : 1;
+                    vf made[PARTS][R];
+#pragma GCC unroll 2
+                    for (int part = 0; part < PARTS; part++)
+#pragma GCC unroll 8
+                        for (int r = 0; r < R; r++) made[part][r] = set1(0.0f);
+#pragma GCC unroll 2
+                    for (int half = 0; half < 2; half++) {
+                        const vi nibbles = (half == 0) != (KIND == Kind::NF4) ? mask(codes, all_bytes(15)) : high_nibbles(codes);
+                        const vi high = looked_up(upper, nibbles), low = looked_up(lower, nibbles);
+                        const vi words[2] = {_mm256_unpacklo_epi8(low, high), _mm256_unpackhi_epi8(low, high)};
+#pragma GCC unroll 4
+                        for (int v = 0; v < 4; v++) {
+                            const vf weights = (vf)(v % 2 ? words[v / 2] & all_lanes(int(0xffff0000)) : left_by(words[v / 2], 16));
+#pragma GCC unroll 8
+                            for (int r = 0; r < R; r++)
+                                made[v % PARTS][r] = fma(weights, load(x + r * matrix.columns + block * BLOCK + (4 * half + v) * W), made[v % PARTS][r]);
+                        }
+                    }
+#pragma GCC unroll 8
+                    for (int r = 0; r < R; r++) {
+                        const vf total = PARTS == 2 ? add(made[0][r], made[PARTS - 1][r]) : made[0][r];
+                        sums[n][r] = fma(by, total, sums[n][r]);
+                    }
+                }
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++)
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++)
+                if (row + n < end) out[r * stride + row + n - first] = sum(sums[n][r]);
     }
 }
 #endif
@@ -326,12 +410,7 @@ struct RowInputs {
     bool words;
 
     RowInputs(const RowMatrix& weights, Format format, float* scratch, int64_t num_rows) : matrix(weights), memory(scratch), rows(num_rows) {
-#if MOEDGE_LEVEL >= 3
         words = has_words(weights, weights.kind, format);
-#else
-        words = false;
-        (void)format;
-#endif
     }
 
     // The sums of a row's groups, where products are of words; behind all rows.
@@ -344,6 +423,10 @@ struct RowInputs {
             for (int i = 0; i < CHUNK; i++) to[nibbles ? i / 2 + i % 2 * (CHUNK / 2) : i] = from[i];
             return;
         }
+#if MOEDGE_LEVEL == 1
+        float* const block = memory + row * matrix.columns + chunk / 2 * BLOCK;
+        for (int i = 0; i < CHUNK; i++) block[place_of(chunk, i)] = from[i];
+#else
         uint16_t numbers[CHUNK];
         for (int i = 0; i < CHUNK; i += W) to_bf16(load(from + i), numbers + i);
         uint16_t* const to = (uint16_t*)memory + row * matrix.columns + (nibbles ? chunk / 2 * 2 * CHUNK + chunk % 2 * (CHUNK / 2) : chunk * CHUNK);
@@ -353,6 +436,7 @@ struct RowInputs {
         for (int i = 0; i < CHUNK; i++) total += bf16_to_float(numbers[i]);
         float& sum_of_group = sums()[row * (matrix.columns / matrix.group) + chunk * CHUNK / matrix.group];
         sum_of_group = chunk * CHUNK % matrix.group ? sum_of_group + total : total;
+#endif
     }
 
     template <Kind KIND, bool GROUPED>
@@ -366,6 +450,9 @@ struct RowInputs {
                     const uint16_t* const x = (const uint16_t*)memory + done * matrix.columns;
                     return multiply_words<KIND, R>(matrix, first, end, x, of_rows, out + done * stride, stride);
                 }
+#elif MOEDGE_LEVEL == 1
+            if constexpr (has_levels(KIND))
+                if (words) return multiply_words<KIND, R>(matrix, first, end, memory + done * matrix.columns, out + done * stride, stride);
 #endif
             multiply<KIND, GROUPED, R>(matrix, first, end, memory + done * matrix.columns, out + done * stride, stride);
         });

@@ -24,6 +24,11 @@ inline vi table_of(const void *p) { return _mm512_broadcast_i32x4(_mm_loadu_si12
 inline vf round(vf x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 // `other` where x is NaN.
 inline vi unless_nan(vf x, vi kept, vi other) { return _mm512_mask_mov_epi32(kept, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), other); }
+// Bytes times the signs of others; what they are where these are 0 is left open.
+inline vi with_signs(vi bytes, vi signs) {
+    const vi zero = _mm512_setzero_si512();
+    return _mm512_mask_sub_epi8(bytes, _mm512_movepi8_mask(signs), zero, bytes);
+}
 // A sum in a fixed order.
 inline float sum(vf x) {
     const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
@@ -47,6 +52,7 @@ inline vf round(vf x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _M
 inline vi unless_nan(vf x, vi kept, vi other) {
     return _mm256_blendv_epi8(kept, other, _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
 }
+inline vi with_signs(vi bytes, vi signs) { return _mm256_sign_epi8(bytes, signs); }
 inline float sum(vf x) {
     __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     four = _mm_add_ps(four, _mm_movehl_ps(four, four));
@@ -76,6 +82,8 @@ inline vi all_words(int x) { return SIMD(set1_epi16)(short(x)); }
 inline vi all_lanes(int x) { return SIMD(set1_epi32)(x); }
 inline vi mask(vi x, vi bits) { return x & bits; }
 inline vi high_nibbles(vi x) { return mask(SIMD(srli_epi16)(x, 4), all_bytes(15)); }
+inline vi absolute(vi bytes) { return SIMD(abs_epi8)(bytes); }
+inline vi add_words(vi a, vi b) { return SIMD(add_epi16)(a, b); }
 inline vi add_lanes(vi a, vi b) { return SIMD(add_epi32)(a, b); }
 inline vi left_by(vi lanes, int bits) { return SIMD(slli_epi32)(lanes, bits); }
 inline vi right_by(vi lanes, int bits) { return SIMD(srli_epi32)(lanes, bits); }

@@ -240,9 +240,40 @@ struct Codes {
         out.values[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), table);
     }
 };
-#else
+#elif MOEDGE_LEVEL == 2
 template <Type VALUES>
 using Codes = FloatCodes<VALUES>;
+#else
+// The same where codes have four bits, from tables of the upper and the lower byte of bfloat16, exact but for the levels
+// of nf4: half of the instructions.
+template <Type VALUES>
+struct Codes : FloatCodes<VALUES> {
+    vi upper, lower;
+
+    explicit Codes(const uint8_t* from) : FloatCodes<VALUES>(from) {
+        uint8_t bytes[2][16];
+        for (int i = 0; i < 16; i++) {
+            const uint16_t entry = float_to_bf16(TABLES[table_of_type(VALUES)][i]);
+            bytes[0][i] = uint8_t(entry), bytes[1][i] = uint8_t(entry >> 8);
+        }
+        lower = table_of(bytes[0]), upper = table_of(bytes[1]);
+    }
+
+    __attribute__((always_inline)) void pair(int64_t index, FloatPair& out) const {
+        if (VALUES == Type::INT3 || VALUES == Type::INT8) return FloatCodes<VALUES>::pair(index, out);
+        // Of the quarters of 16 rows, the first and the third come from the lower half, so that they are interleaved in order.
+        const vi bytes = _mm256_permute4x64_epi64(load_bytes(this->at + index * this->NBYTES), 0xd8);
+        for (int half = 0; half < 2; half++) {
+            const vi codes = half ? high_nibbles(bytes) : mask(bytes, all_bytes(15));
+            const vi high = looked_up(upper, codes), low = looked_up(lower, codes);
+            const vi both[2] = {_mm256_unpacklo_epi8(low, high), _mm256_unpackhi_epi8(low, high)};
+            for (int v = 0; v < 2; v++) {
+                out.values[0][2 * half + v] = (vf)left_by(both[v], 16);
+                out.values[1][2 * half + v] = (vf)(both[v] & all_lanes(int(0xffff0000)));
+            }
+        }
+    }
+};
 #endif
 
 // All pairs of a chunk.

@@ -14,24 +14,45 @@
 
 namespace {
 
+// Whether codes of eight bits have their sign: without VNNI, products of their absolute values are the faster ones.
+constexpr bool SIGNED = MOEDGE_LEVEL < 3;
+
 // What has to be subtracted from codes.
 constexpr int32_t offset_of(Type type) {
-    return type == Type::INT8 ? 128 : type == Type::E2M1 ? 12 : type == Type::INT3 ? 4 : 8;
+    return type == Type::INT8 ? (SIGNED ? 0 : 128) : type == Type::E2M1 ? 12 : type == Type::INT3 ? 4 : 8;
 }
 
-// Adds to each lane of `sum` the products of its four bytes, without sign, and four integers that all lanes meet. Bytes have
-// at most five bits unless they are `WHOLE`: products of two whole ones would not fit 16 bits.
-template <bool WHOLE>
-inline vi add_products(vi sum, vi bytes, vi integers) {
-#if MOEDGE_LEVEL >= 3
-    return _mm512_dpbusd_epi32(sum, bytes, integers);
-#else
-    if (!WHOLE) return add_lanes(sum, sums_of_pairs(pairs_of_products(bytes, integers), all_words(1)));
-    const vi low = sums_of_pairs(pairs_of_products(mask(bytes, all_bytes(15)), integers), all_words(1));
-    const vi high = sums_of_pairs(pairs_of_products(high_nibbles(bytes), integers), all_words(16));
-    return add_lanes(sum, add_lanes(low, high));
-#endif
+// Sums of products of four codes and four integers of every lane: of 32 bits with VNNI, else two of 16 bits, in which these
+// many products fit; a code is at most 15, of E2M1 24, of three bits 7, and an integer at most 127.
+constexpr int summed_at_once(Type type) {
+    return MOEDGE_LEVEL >= 3 ? CHUNK / 4 : type == Type::INT8 ? 1 : type == Type::E2M1 ? 4 : CHUNK / 4;
 }
+
+#if MOEDGE_LEVEL >= 3
+template <Type VALUES>
+inline vi add_products(vi sums, vi codes, vi integers) {
+    return _mm512_dpbusd_epi32(sums, codes, integers);
+}
+inline vi begun(vi total) { return total; }
+// `total` and FACTOR times what was added since it was `begun`.
+template <int FACTOR>
+inline vi ended(vi, vi sums) {
+    return FACTOR == 16 ? left_by(sums, 4) : sums;
+}
+#else
+template <Type VALUES>
+inline vi add_products(vi sums, vi codes, vi integers) {
+    if (VALUES == Type::INT8) return pairs_of_products(absolute(codes), with_signs(integers, codes));
+    // GCC would sum products in another order, and keep each sum twice, which does not fit the registers.
+    asm("vpaddw %1, %0, %0" : "+v"(sums) : "v"(pairs_of_products(codes, integers)));
+    return sums;
+}
+inline vi begun(vi) { return all_lanes(0); }
+template <int FACTOR>
+inline vi ended(vi total, vi sums) {
+    return add_lanes(total, sums_of_pairs(sums, all_words(FACTOR)));
+}
+#endif
 
 // Adds to each lane of `sum` the products of its two integers of 16 bits and two others.
 inline vi add_pairs(vi sum, vi words, vi factors) {
@@ -93,7 +114,7 @@ struct Quads {
                 const __m256i first = _mm256_loadu_si256((const __m256i*)(from + 32 * v));
                 const __m256i second = _mm256_loadu_si256((const __m256i*)(from + 64 + 32 * v));
                 const vi both = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
-                out.values[v] = _mm512_xor_si512(_mm512_permutexvar_epi16(words_of_both(), both), all_bytes(-128));
+                out.values[v] = _mm512_xor_si512(_mm512_permutexvar_epi16(words_of_both(), both), all_bytes(SIGNED ? 0 : -128));
             }
             return;
         }
@@ -113,10 +134,8 @@ struct Quads {
         if (VALUES == Type::INT3) return three_bit_quad(index, out);
         const uint8_t* from = at + index * NBYTES;
         if (VALUES == Type::INT8) {
-            for (int half = 0; half < 2; half++) {
+            for (int half = 0; half < 2; half++)
                 interleave(from + 32 * half, from + 64 + 32 * half, out.values[2 * half], out.values[2 * half + 1]);
-                for (int v = 2 * half; v < 2 * half + 2; v++) out.values[v] = _mm256_xor_si256(out.values[v], all_bytes(-128));
-            }
             return;
         }
         vi both[2];
@@ -191,14 +210,25 @@ struct IntegerInputs {
     }
 };
 
+// Without AVX-512, blocks are others than those of products of floats (ROWS_DIRECT, MOST_DIRECT, ROWS_AT_ONCE): sums of
+// integers need a register for each product, too.
+constexpr int INTEGERS_DIRECT = MOEDGE_LEVEL >= 2 ? int(ROWS_DIRECT) : 2, INTEGERS_MOST_DIRECT = MOEDGE_LEVEL >= 2 ? int(MOST_DIRECT) : 2;
+constexpr int INTEGERS_AT_ONCE = MOEDGE_LEVEL >= 2 ? ROWS_AT_ONCE : 4;
+
+// Vectors of a tile whose sums with so many rows fit the registers.
+constexpr int vectors_at_once(int rows) { return MOEDGE_LEVEL >= 2 || rows <= INTEGERS_DIRECT ? VECTORS : VECTORS / 2; }
+
 // Adds the products of COUNT rows from `first` with the columns of the chunks `begin` to `end` to `results`
-// [rows, OUTPUTS]. `source` begins with the first chunk. Results stay in registers where there are enough.
-template <Type VALUES, Scales SCALES, int COUNT, class Source>
+// [rows, OUTPUTS], in the vectors of outputs from `V`. `source` begins with the first chunk. Results stay in registers
+// where there are enough.
+template <Type VALUES, Scales SCALES, int COUNT, int V, class Source>
 void add_integer_rows(float* results, const Source& source, const Matrix& matrix, int64_t tile, const IntegerInputs& in,
                       int64_t first, int64_t begin, int64_t end) {
-    constexpr bool KEPT = COUNT <= ROWS_AT_ONCE;
+    constexpr int END = V + vectors_at_once(COUNT);
+    constexpr bool KEPT = COUNT <= INTEGERS_AT_ONCE;
     constexpr int KEPT_ROWS = KEPT ? COUNT : 1;
     constexpr bool PAIRS = SCALES == Scales::PAIRS;
+    constexpr int AT_ONCE = summed_at_once(VALUES);
     const bool has_zeros = SCALES == ANY && matrix.zeros != nullptr;
     const int64_t chunks = matrix.group / CHUNK;
     int64_t group = begin / chunks, part = begin % chunks;
@@ -206,29 +236,38 @@ void add_integer_rows(float* results, const Source& source, const Matrix& matrix
     vf kept[KEPT_ROWS][VECTORS];
 #pragma GCC unroll 16
     for (int r = 0; r < KEPT_ROWS; r++)
-        for (int v = 0; v < VECTORS; v++) kept[r][v] = load(results + r * OUTPUTS + v * W);
+        for (int v = V; v < END; v++) kept[r][v] = load(results + r * OUTPUTS + v * W);
     for (int64_t chunk = begin; chunk < end; chunk++) {
         const int64_t at = chunk * in.rows + first;
         vi sums[COUNT][VECTORS];
 #pragma GCC unroll 16
         for (int r = 0; r < COUNT; r++)
-            for (int v = 0; v < VECTORS; v++) sums[r][v] = all_lanes(PAIRS ? 0 : in.starts[at + r]);
+            for (int v = V; v < END; v++) sums[r][v] = all_lanes(PAIRS ? 0 : in.starts[at + r]);
         const int8_t* x = in.x + at * CHUNK;
         Quad made[CHUNK / 4];
         if (Source::WHOLE) make_chunk(source, chunk - begin, made);
-        for (int q = 0; q < CHUNK / 4; q++) {
-            Quad quad;
-            source.prefetch((chunk - begin) * (CHUNK / 4) + q);
-            if (Source::WHOLE) quad = made[q];
-            else source.quad((chunk - begin) * (CHUNK / 4) + q, quad);
+        for (int begin_q = 0; begin_q < CHUNK / 4; begin_q += AT_ONCE) {
+            vi partial[COUNT][VECTORS];
 #pragma GCC unroll 16
-            for (int r = 0; r < COUNT; r++) {
-                int32_t four;
-                memcpy(&four, x + r * CHUNK + 4 * q, 4);
-                const vi integers = all_lanes(four);
-                for (int v = 0; v < VECTORS; v++)
-                    sums[r][v] = add_products<VALUES == Type::INT8>(sums[r][v], quad.values[v], integers);
+            for (int r = 0; r < COUNT; r++)
+                for (int v = V; v < END; v++) partial[r][v] = begun(sums[r][v]);
+            for (int q = begin_q; q < begin_q + AT_ONCE; q++) {
+                Quad quad;
+                source.prefetch((chunk - begin) * (CHUNK / 4) + q);
+                if (Source::WHOLE) quad = made[q];
+                else source.quad((chunk - begin) * (CHUNK / 4) + q, quad);
+#pragma GCC unroll 16
+                for (int r = 0; r < COUNT; r++) {
+                    int32_t four;
+                    memcpy(&four, x + r * CHUNK + 4 * q, 4);
+                    const vi integers = all_lanes(four);
+                    for (int v = V; v < END; v++)
+                        partial[r][v] = add_products<VALUES>(partial[r][v], quad.values[v], integers);
+                }
             }
+#pragma GCC unroll 16
+            for (int r = 0; r < COUNT; r++)
+                for (int v = V; v < END; v++) sums[r][v] = ended<PAIRS ? 16 : 1>(sums[r][v], partial[r][v]);
         }
         Factors factors;
         vi pairs[VECTORS];
@@ -238,9 +277,9 @@ void add_integer_rows(float* results, const Source& source, const Matrix& matrix
 #pragma GCC unroll 16
         for (int r = 0; r < COUNT; r++) {
             const vf scale = set1(in.scales[at + r]), total = set1(in.sums[at + r]);
-            for (int v = 0; v < VECTORS; v++) {
+            for (int v = V; v < END; v++) {
                 vf result = KEPT ? kept[r % KEPT_ROWS][v] : load(results + r * OUTPUTS + v * W);
-                if (PAIRS) sums[r][v] = add_pairs(left_by(sums[r][v], 4), pairs[v], all_lanes(in.starts[at + r]));
+                if (PAIRS) sums[r][v] = add_pairs(sums[r][v], pairs[v], all_lanes(in.starts[at + r]));
                 result = fma(mul(factors.scale[v], scale), to_floats(sums[r][v]), result);
                 if (has_zeros) result = fma(factors.zero[v], total, result);
                 if (KEPT) kept[r % KEPT_ROWS][v] = result;
@@ -251,7 +290,15 @@ void add_integer_rows(float* results, const Source& source, const Matrix& matrix
     if (!KEPT) return;
 #pragma GCC unroll 16
     for (int r = 0; r < KEPT_ROWS; r++)
-        for (int v = 0; v < VECTORS; v++) store(results + r * OUTPUTS + v * W, kept[r][v]);
+        for (int v = V; v < END; v++) store(results + r * OUTPUTS + v * W, kept[r][v]);
+}
+
+template <Type VALUES, Scales SCALES, int COUNT, class Source>
+void add_integer_rows(float* results, const Source& source, const Matrix& matrix, int64_t tile, const IntegerInputs& in,
+                      int64_t first, int64_t begin, int64_t end) {
+    add_integer_rows<VALUES, SCALES, COUNT, 0>(results, source, matrix, tile, in, first, begin, end);
+    if constexpr (vectors_at_once(COUNT) < VECTORS)
+        add_integer_rows<VALUES, SCALES, COUNT, VECTORS / 2>(results, source, matrix, tile, in, first, begin, end);
 }
 
 template <Type VALUES, Scales SCALES, class Source>
@@ -261,9 +308,9 @@ void add_integer_rows(int64_t rows, float* results, const Source& source, const 
     case n:            \
         return add_integer_rows<VALUES, SCALES, n>(results, source, matrix, tile, in, first, begin, end);
     switch (rows) {
-        MOEDGE_CASE(1) MOEDGE_CASE(2) MOEDGE_CASE(3)
+        MOEDGE_CASE(1) MOEDGE_CASE(2) MOEDGE_CASE(3) MOEDGE_CASE(4)
 #if MOEDGE_LEVEL >= 2
-        MOEDGE_CASE(4) MOEDGE_CASE(5) MOEDGE_CASE(6)
+        MOEDGE_CASE(5) MOEDGE_CASE(6)
 #endif
 #if MOEDGE_LEVEL >= 3
         MOEDGE_CASE(7) MOEDGE_CASE(8) MOEDGE_CASE(9) MOEDGE_CASE(10) MOEDGE_CASE(11) MOEDGE_CASE(12)
@@ -277,8 +324,8 @@ void multiply_integers(const Matrix& matrix, int64_t tile, const IntegerInputs& 
     memset(results, 0, static_cast<size_t>(in.rows) * OUTPUTS * sizeof(float));
     const int64_t chunks = matrix.columns / CHUNK;
     const Quads<VALUES> source(matrix.codes + tile * (matrix.columns / 4) * Quads<VALUES>::NBYTES);
-    if (in.rows <= MOST_DIRECT) {
-        const int64_t at_once = in.rows <= ROWS_DIRECT ? in.rows : (in.rows + 1) / 2;
+    if (in.rows <= INTEGERS_MOST_DIRECT) {
+        const int64_t at_once = in.rows <= INTEGERS_DIRECT ? in.rows : (in.rows + 1) / 2;
         for (int64_t first = 0; first < in.rows; first += at_once) {
             const int64_t rest = in.rows - first;
             add_integer_rows<VALUES, SCALES>(rest < at_once ? rest : at_once, results, source, matrix, tile, in, first, 0, chunks);
@@ -286,7 +333,7 @@ void multiply_integers(const Matrix& matrix, int64_t tile, const IntegerInputs& 
     } else {
         constexpr int64_t SEVERAL = MOST_WIDENED / CHUNK;
         Quad made[MOST_WIDENED / 4];
-        const int64_t blocks = (in.rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, at_once = (in.rows + blocks - 1) / blocks;
+        const int64_t blocks = (in.rows + INTEGERS_AT_ONCE - 1) / INTEGERS_AT_ONCE, at_once = (in.rows + blocks - 1) / blocks;
         for (int64_t begin = 0; begin < chunks; begin += SEVERAL) {
             const int64_t end = begin + SEVERAL < chunks ? begin + SEVERAL : chunks, quads = (end - begin) * (CHUNK / 4);
             for (int64_t q = 0; q < quads; q++) source.quad(begin * (CHUNK / 4) + q, made[q]);

@@ -141,6 +141,21 @@ def test_integer_products_are_those_of_rounded_rows_on_every_processor(name: str
 
 
 @needs_library
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integer_sums_of_the_largest_codes_and_activations_fit(name: str, isa: str) -> None:
+    """Processors without VNNI add products of a chunk in 16 bits."""
+    planes = random_planes(get_format(name), (64, 512), seed=len(name))
+    x = torch.tensor([[1.0], [-1.0], [1.0], [1.0], [-1.0]]).repeat(1, 512).bfloat16()
+    for byte in (0x00, 0x77, 0x7F, 0x80, 0xFF):
+        codes = torch.full(planes.codes.shape, byte, dtype=torch.uint8).view(planes.codes.dtype)
+        extreme = planes._replace(codes=codes)
+        packed, exact = from_planes(name, extreme, "bfloat16", TILES), defined(get_format(name), extreme)
+        for count in (1, 2, 5):
+            y, wanted = matmul(integer=True).linear(x[:count], packed), x[:count].double() @ exact.t()
+            assert (y.double() - wanted).norm() <= TOLERANCE * wanted.norm(), (isa, byte, count)
+
+
+@needs_library
 @pytest.mark.parametrize("wrong", [float("inf"), float("nan")])
 def test_rows_that_are_not_finite_give_nan_and_leave_their_neighbours_alone(wrong: float) -> None:
     packed, x = pack(rows_of(64, 128), "int4", TILES), rows_of(5, 128)
