@@ -6,6 +6,8 @@ shortest predicted time is found by branch and bound.
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
@@ -22,12 +24,7 @@ from ..kv.spec import SCAN_CHUNK
 from ..settings.errors import DoesNotFit, SettingError
 from ..settings.settings import MIB, DeviceBudget, MemoryBudget, Settings, encoder_nbytes
 from ..shape.model_shape import ModelShape
-from ..shape.shards import (
-    SMALLEST_FORMATS,
-    open_formats,
-    tables_nbytes,
-    token_rows_nbytes,
-)
+from ..shape.shards import SMALLEST_FORMATS, open_formats, tables_nbytes, token_rows_nbytes
 from .candidate import Candidate, WeightFootprint, choose_block, fused_nbytes, fuses, largest
 from .cost_model import NOTHING_PREPARED, CostModel
 from .cpu_attention import may_attend
@@ -390,7 +387,7 @@ class _Search:
         best: tuple[float, tuple[int, int], Plan, Prediction, _Ranked] | None = None
         waiting = [(each.least_seconds, each.index, each) for each in self._candidates(quant, compute)]
         heapify(waiting)
-        while waiting and not (best and waiting[0][0] * (1 - ROUNDING) > best[0]):
+        while waiting and waiting[0][0] * (1 - ROUNDING) <= (best[0] if best else sys.float_info.max):
             each = heappop(waiting)[2]
             if each.index[1] == 0:
                 for ranked in self._in_rooms(each):
@@ -458,6 +455,10 @@ class _Search:
             yield replace(ranked, least_seconds=least, index=(ranked.index[0], number), room=room)
 
     def _least_seconds(self, candidate: Candidate, compute: str, room: Room) -> float:
+        """Infinite, and why in `refusal`, where the disk has no room for what surely streams from it."""
+        on_disk = candidate.weights.nbytes - room.free_nbytes - self._staged_nbytes
+        if on_disk + (room.host_kv.host_nbytes if room.host_kv else 0) > 0 and not self._has_disk(candidate.weights):
+            return math.inf
         beside = self._prepared, self._expert_seconds(candidate.weights), self._staged_nbytes
         return self._request.costs.least_seconds(candidate, compute, room, self._request.workload, *beside)
 
