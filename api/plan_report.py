@@ -122,7 +122,7 @@ def make_report(model: str, input_file: Path | None, options: Mapping[str, Any])
     except DoesNotFit as error:
         return PlanReport(refusal(model, request, str(error), nearest(request)), left_out=notes)
     request = result.request
-    points = [*by_sequences(request, result), *by_budget(request)]
+    points = [*by_sequences(request, result), *by_budget(request, result)]
     # Rows of equal length fit all of them or not at all.
     left_out = 0 if size is None else size.longer_than(result.plan.kv_tokens)
     shown = document(headers.name, result, points, suggestions(request, result), left_out, headers.download)

@@ -61,14 +61,19 @@ def by_sequences(request: PlanRequest, result: PlanResult) -> list[Point]:
     """Speed by number of sequences, from one to twice the plan's, each with the best other choices."""
     most = min(request.workload.sequences, 2 * result.plan.max_sequences)
     counts = sorted({1 << power for power in range(0, most.bit_length(), 2)} | {result.plan.max_sequences, most})
-    return [_point("sequences", count, request.with_settings(max_sequences=count)) for count in counts]
+    # As many as there may be anyway change nothing.
+    known = {SearchSpace(request).most_live: result}
+    return [
+        _point("sequences", count, known.get(count) or attempt(request.with_settings(max_sequences=count)))
+        for count in counts
+    ]
 
 
-def by_budget(request: PlanRequest) -> list[Point]:
+def by_budget(request: PlanRequest, result: PlanResult) -> list[Point]:
     """Each tier's budget from half to double in round numbers, up to what the machine has; the others as they are. Each
     point is what `solve` makes of that budget."""
     return [
-        _point(tier, value, request.with_budget(tier, value))
+        _point(tier, value, result if value == nbytes else attempt(request.with_budget(tier, value)))
         for tier, nbytes in request.budget.memory.items()
         for value in sorted({nbytes, *(_round(share * nbytes) for share in SHARES)})
         if value <= most_of(request, tier)
@@ -155,11 +160,9 @@ def _changes(request: PlanRequest, result: PlanResult) -> Iterator[list[tuple[st
         yield [("more sequences", request.with_settings(max_sequences=None))]
 
 
-def _point(varied: str, value: int, request: PlanRequest) -> Point:
-    result = attempt(request)
-    if result is None:
-        return Point(varied, value, None, None)
-    return Point(varied, value, result.prediction.generated_tok_s, result.plan.quant)
+def _point(varied: str, value: int, result: PlanResult | None) -> Point:
+    rate, quant = (result.prediction.generated_tok_s, result.plan.quant) if result else (None, None)
+    return Point(varied, value, rate, quant)
 
 
 def document(
@@ -174,7 +177,7 @@ def document(
 
     `download` has the `nbytes` of a checkpoint that is not here, and the bytes `free` where it would go.
     """
-    request = result.request
+    request, hosted = result.request, result.plan.host_kv
     loading = request.costs.loading(result.plan, request.workload, request.prepared)
     assert request.hardware is not None
     return {
@@ -201,28 +204,15 @@ def document(
         "formats": dict(result.seconds),
         "points": [asdict(point) for point in points],
         "suggestions": [asdict(suggestion) for suggestion in suggestions],
-        "without_host_kv": _without_host_kv(result),
-        "without_cpu_experts": _without_cpu_experts(result),
-        "without_cpu_attention": _without_cpu_attention(result),
+        "without_host_kv": _without(result, hosted, host_kv="off"),
+        "without_cpu_experts": _without(result, result.plan.cpu_experts, cpu_experts="off"),
+        "without_cpu_attention": _without(result, hosted and hosted.rows_nbytes, cpu_attention="off"),
     }
 
 
-def _without_host_kv(result: PlanResult) -> float | None:
-    """Generated tokens per second with all keys and values on the device; None where they are, or do not fit there."""
-    other = attempt(result.request.with_settings(host_kv="off")) if result.plan.host_kv else None
-    return None if other is None else other.prediction.generated_tok_s
-
-
-def _without_cpu_experts(result: PlanResult) -> float | None:
-    """Generated tokens per second with all experts computed by the device; None where they are."""
-    other = attempt(result.request.with_settings(cpu_experts="off")) if result.plan.cpu_experts else None
-    return None if other is None else other.prediction.generated_tok_s
-
-
-def _without_cpu_attention(result: PlanResult) -> float | None:
-    """Generated tokens per second where all keys and values in RAM cross the link; None where they do."""
-    sizes = result.plan.host_kv
-    other = attempt(result.request.with_settings(cpu_attention="off")) if sizes and sizes.rows_nbytes else None
+def _without(result: PlanResult, used: object, **off: str) -> float | None:
+    """Generated tokens per second with that turned off; None where it is not used, or nothing fits without."""
+    other = attempt(result.request.with_settings(**off)) if used else None
     return None if other is None else other.prediction.generated_tok_s
 
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from moedge.moe.expected_rows import wanted_by
 from moedge.runtime.kv.spec import KVSpec
-from moedge.runtime.plan.cost_model import CostModel, _decoding, _PassCosts
+from moedge.runtime.plan.cost_model import CostModel, _decoding
 from moedge.runtime.plan.pass_bytes import HostKVBytes
 from moedge.runtime.plan.placement import Plan, Workload
 from moedge.runtime.plan.planner import solve
@@ -91,7 +91,7 @@ def _with_disk(work: PassWork, plan: Plan, shards: ModelShards, bytes_s: float) 
 
 def on_card(costs: CostModel, plan: Plan, job: Workload) -> tuple[Seconds, float]:
     """What the cost model says of a card, and of the seconds of a pass."""
-    passes = _PassCosts(costs._work(plan.quant, plan.dtype, None), plan, costs.rates)
+    passes = costs.pass_costs(plan)
     load = _decoding(job, plan.max_sequences)
     model, cost = passes._computing, passes.cost(load)
     attention, head = model._attention(load), model._head(load)

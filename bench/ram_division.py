@@ -24,7 +24,7 @@ from bench.link_curves import work_of
 from moedge.offload.budget import parse_size
 from moedge.offload.machine.hardware import find_hardware
 from moedge.offload.machine.profile import Overheads, load_machine, saved_path
-from moedge.runtime.plan.cost_model import CostModel, _PassCosts, _phases
+from moedge.runtime.plan.cost_model import CostModel, _phases
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import PlanRequest, PlanResult, solve
 from moedge.runtime.plan.rates import Rates, rates_of
@@ -48,7 +48,7 @@ GIB = 1 << 30
 def simulated_s(costs: CostModel, found: PlanResult) -> float:
     """Seconds of the job's passes."""
     plan, total = found.plan, 0.0
-    passes = _PassCosts(costs._work(plan.quant, plan.dtype, None), plan, costs.rates)
+    passes = costs.pass_costs(plan)
     for count, load in _phases(JOB, found.prediction.sequences, plan.tokens_per_pass):
         attention, head = passes._computing._attention(load), passes._computing._head(load)
         seconds = Seconds(passes.cost(load).compute_s - attention - head, attention, head)

@@ -38,7 +38,7 @@ from moedge.runtime.kv.cohorts import CohortSizes
 from moedge.runtime.kv.spec import KVSpec
 from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.plan import hosting
-from moedge.runtime.plan.cost_model import CostModel, _decoding, _PassCosts
+from moedge.runtime.plan.cost_model import CostModel, _decoding
 from moedge.runtime.plan.placement import Plan, Workload
 from moedge.runtime.plan.planner import PlanRequest, budget_range, solve
 from moedge.runtime.plan.rates import Rates
@@ -153,7 +153,7 @@ class Bench:
 
     def planned(self, plan: Plan) -> tuple[float, float, float]:
         """What the plan says of a pass: seconds of the link, of the device, and of the host."""
-        costs = _PassCosts(self.costs._work(plan.quant, plan.dtype, None), plan, self.costs.rates)
+        costs = self.costs.pass_costs(plan)
         cost = costs.cost(_decoding(self.job(plan.max_sequences), plan.max_sequences))
         return cost.link_s, cost.compute_s, cost.host_s
 

@@ -47,7 +47,6 @@ from moedge.runtime.plan.rates import rates_of
 from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.settings.settings import Settings
 from moedge.runtime.shape.model_shape import ModelShape
-from moedge.runtime.shape.shards import model_shards
 from moedge.runtime.weights import streaming
 
 # An H200 has the multiprocessors, the clock and the link of an H100.
@@ -254,8 +253,7 @@ def _predicted(shape: ModelShape, plan: Plan, load: Any) -> dict[str, Any]:
 
 def _pass_cost(shape: ModelShape, plan: Plan, load: Any, machine: Machine) -> dict[str, float]:
     rates = rates_of(machine, on_device=True)
-    work = cost_model._ModelWork(shape, model_shards(shape, plan.quant, plan.dtype))
-    return asdict(cost_model._PassCosts(work, plan, rates).cost(load))
+    return asdict(cost_model.CostModel(shape, rates).pass_costs(plan).cost(load))
 
 
 def _timed(loaded: LoadedEngine) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 from ...quant.formats.format import FormatError
 from ...quant.kv.format import KVFormat, RecordLayout
@@ -15,7 +15,7 @@ from ..shape.shards import ITEM_NBYTES
 BLOCK_TOKENS = 32
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class KVSpec:
     """One layer group in one format (a name of `KV_FORMATS`): a record is `block` tokens of one layer."""
 
@@ -23,17 +23,17 @@ class KVSpec:
     format: str
     block: int = BLOCK_TOKENS
 
-    @property
+    @cached_property
     def layout(self) -> RecordLayout:
         """Raises SettingError for a format that cannot hold the group's heads."""
         return _layout(self.format, self.group, self.block)
 
-    @property
+    @cached_property
     def record_nbytes(self) -> int:
         """Bytes of one block in one layer."""
         return self.layout.nbytes
 
-    @property
+    @cached_property
     def block_nbytes(self) -> int:
         """Bytes of one block in all layers of the group."""
         return len(self.group.layers) * self.record_nbytes

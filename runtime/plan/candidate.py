@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import mul
 
 from ...moe.expected_rows import most_rows
 from ...offload.machine.hardware import num_workers
@@ -60,7 +61,7 @@ def choose_block(mean_tokens: float) -> int:
     return max(fitting, default=min(BLOCKS))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CacheSize:
     """A cache whose sequences may each grow to `longest` tokens, in passes of `tokens_per_pass`.
 
@@ -74,7 +75,7 @@ class CacheSize:
 
     def blocks(self, num_sequences: int) -> tuple[int, ...]:
         """Blocks by group with which none of `num_sequences` ever waits for another."""
-        return tuple(self._blocks(spec, num_sequences) for spec in self.specs)
+        return tuple([min(num_sequences * whole, num_sequences * each + all) for whole, each, all in self._blocks])
 
     def nbytes(self, num_sequences: int) -> int:
         """Bytes of those blocks."""
@@ -82,7 +83,7 @@ class CacheSize:
 
     def nbytes_of(self, blocks: tuple[int, ...]) -> int:
         """Bytes of `blocks`, a number for each group."""
-        return sum(count * spec.block_nbytes for count, spec in zip(blocks, self.specs, strict=True))
+        return sum(map(mul, blocks, self._block_nbytes))
 
     def parked(self, blocks: tuple[int, ...], free_nbytes: int) -> tuple[int, ...]:
         """Blocks by group for preempted sequences: as many as the cache has, or as fit into `free_nbytes`."""
@@ -91,14 +92,21 @@ class CacheSize:
 
     def sequences_in(self, free_nbytes: int, most: int) -> int:
         """The most sequences, up to `most`, whose blocks fit into `free_nbytes`; at least 1."""
+        if all(spec.group.window is None for spec in self.specs):
+            return max(1, min(most, free_nbytes // self.nbytes(1)))
         return largest(most, lambda count: self.nbytes(count) <= free_nbytes)
 
-    def _blocks(self, spec: KVSpec, num_sequences: int) -> int:
-        whole = num_sequences * spec.blocks_for(self.longest)
-        if spec.group.window is None:
-            return whole
-        passing = spec.blocks_for(self.tokens_per_pass)
-        return min(whole, num_sequences * spec.least_blocks(self.longest) + passing)
+    @cached_property
+    def _blocks(self) -> tuple[tuple[int, int, int], ...]:
+        """By group: blocks of a whole sequence; blocks of what it attends to, and of the tokens of a pass."""
+        return tuple(
+            (spec.blocks_for(self.longest), spec.least_blocks(self.longest), spec.blocks_for(self.tokens_per_pass))
+            for spec in self.specs
+        )
+
+    @cached_property
+    def _block_nbytes(self) -> tuple[int, ...]:
+        return tuple(spec.block_nbytes for spec in self.specs)
 
 
 # The matrix of a layer that its own inputs go through, and the copies of them, in the dtype and in float32, that live
@@ -141,15 +149,14 @@ class Widest:
     def of(cls, shape: ModelShape) -> Widest:
         dense = max((matrix.rows for layer in shape.layers for matrix in layer.dense), default=0)
         latent = [group for group in shape.kv_groups if group.is_latent]
-        experts = {layer.experts for layer in shape.layers if layer.experts}
         return cls(
             shape.hidden,
             shape.vocab,
             max(group.kv_heads * group.head_dim + (group.rope_dim or 0) for group in shape.kv_groups),
             dense,
-            max((each.up.rows for each in experts), default=0),
-            max((each.per_token for each in experts), default=0),
-            max((each.count for each in experts), default=0),
+            max((each.up.rows for each in shape.experts), default=0),
+            max((each.per_token for each in shape.experts), default=0),
+            max((each.count for each in shape.experts), default=0),
             max([dense, *((group.query_heads or 0) * (group.head_dim + (group.rope_dim or 0)) for group in latent)]),
             max((_head_width(shape) + (group.rope_dim or 0) for group in latent), default=0),
             max((group.head_dim for group in shape.kv_groups if group.is_index), default=0),
@@ -245,8 +252,7 @@ def has_products(gpu: Gpu) -> bool:
 
 def experts_nbytes(shape: ModelShape, dtype: str, num_tokens: int) -> int:
     """Bytes of what an expert's first matrix gives to its second, for all rows of a pass: [P, I]."""
-    experts = [layer.experts for layer in shape.layers if layer.experts]
-    numels = [most_rows(num_tokens, each.per_token, each.count) * each.down.cols for each in experts]
+    numels = [most_rows(num_tokens, each.per_token, each.count) * each.down.cols for each in shape.experts]
     return max(numels, default=0) * ITEM_NBYTES[dtype]
 
 
@@ -292,10 +298,9 @@ def fused_nbytes(shape: ModelShape, num_tokens: int, *, experts_stream: bool = F
     return max(num_tokens, SELFTEST_ROWS) * sum({sizes(layer): of_row(layer) for layer in shape.layers}.values())
 
 
-def attention_nbytes(shape: ModelShape, cache: CacheSize, dtype: str, num_sequences: int, gpu: Gpu) -> int:
+def attention_nbytes(widest: Widest, cache: CacheSize, dtype: str, num_sequences: int, gpu: Gpu) -> int:
     """Bytes of Triton's attention: transformed queries and keys, prompts that are read back, splits, tables."""
-    item, tokens = ITEM_NBYTES[dtype], cache.tokens_per_pass
-    queries = max((matrix.rows for layer in shape.layers for matrix in layer.dense), default=0)
+    item, tokens, queries = ITEM_NBYTES[dtype], cache.tokens_per_pass, widest.dense
     transformed = prompts = splits = tables = 0
     for spec in cache.specs:
         width = spec.group.kv_heads * spec.group.head_dim
@@ -429,7 +434,7 @@ class Candidate:
         decoding = decoding_nbytes(weights.widest, weights.dtype, self.rows, cache.longest)
         # Not at the same time: a layer's attention is over when its experts begin, and one backend computes it.
         if weights.gpu is not None and not weights.gpu.lacks.attention:
-            attention = attention_nbytes(weights.shape, cache, weights.dtype, self.live, weights.gpu)
+            attention = attention_nbytes(weights.widest, cache, weights.dtype, self.live, weights.gpu)
             decoding = max(decoding, attention)
         if weights.grouped_products:
             decoding = max(decoding, experts_nbytes(weights.shape, weights.dtype, self.tokens_per_pass))

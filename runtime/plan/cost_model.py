@@ -6,9 +6,11 @@ A pass costs seconds of every resource; a job is a few kinds of passes. `CostMod
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import chain
+from operator import mul
 from typing import Self
 
 from ...moe.division import MOST_TOKENS, ExpertSeconds
@@ -20,10 +22,10 @@ from ..kv.spec import KVSpec
 from ..settings.settings import DeviceBudget
 from ..shape.model_shape import ExpertsShape, Matrix, ModelShape
 from ..shape.shards import ITEM_NBYTES, ModelShards, model_shards
-from .candidate import GRAPH_ROWS, Candidate, WeightFootprint, fuses, may_fuse
+from .candidate import GRAPH_ROWS, CacheSize, Candidate, WeightFootprint, fuses, may_fuse
 from .cpu_attention import CPUAttention
 from .cpu_experts import DividedExperts, expert_seconds
-from .hosting import Room
+from .hosting import Room, live_sequences, needed, passes_with_prompts
 from .loading_cost import LoadingCost, Prepared, least_loading_s, loading_cost
 from .pass_bytes import HostKVBytes, StreamedWeightBytes
 from .placement import DEEP_RING_EXPERTS, Placement, Plan, Workload, largest_expert
@@ -108,8 +110,12 @@ class _LayerKind:
 
 
 @dataclass(frozen=True, slots=True)
-class _CandidateFormats:
-    """The factors of the speed of a candidate's passes, except their size, by the names that a plan has for them."""
+class _Computing:
+    """The factors of the speed of passes, except their size, by the names that a plan has for them.
+
+    `fused`: the library of CPU kernels computes those layers as a whole that it may. `graphs`: a device replays layers
+    of passes that are not too large.
+    """
 
     dtype: str
     quant: str
@@ -117,9 +123,12 @@ class _CandidateFormats:
     kv: str
     kv_block: int
     grouped_products: bool
+    on_device: bool
+    fused: bool
+    graphs: bool
 
 
-def _rates_alike(quant: str, formats: Plan | _CandidateFormats) -> list[str]:
+def _rates_alike(quant: str, formats: _Computing) -> list[str]:
     """The names of rates that products with matrices in a format may have, the first that was measured counts."""
     # Kernels on codes are for bfloat16; others widen, then multiply in their own precision.
     names = [quant if formats.dtype == "bf16" else WIDE]
@@ -151,22 +160,19 @@ class _ModelWork:
 class _PassCosts:
     """Costs of passes under one plan."""
 
-    def __init__(self, model: _ModelWork, plan: Plan, rates: Rates) -> None:
+    def __init__(self, model: _ModelWork, plan: Plan, rates: Rates, computing: _ComputeCosts) -> None:
         self._rates = rates
+        self._computing = computing
         staging = plan.staging
-        fused, graphs = plan.fused_nbytes > 0, plan.graphs_nbytes > 0
-        self._computing = _ComputeCosts(model, plan, rates, fused=fused, on_device=staging is not None, graphs=graphs)
-        self._disk = StreamedWeightBytes(
-            model.shape, model.shards, plan.placement if staging is None else staging.placement
-        )
-        self._link = None if staging is None else StreamedWeightBytes(model.shape, model.shards, plan.placement)
-        self._divided = DividedExperts(model.shape, model.shards, plan.placement, plan.cpu_experts)
+        self._disk = StreamedWeightBytes(model.shards, plan.placement if staging is None else staging.placement)
+        self._link = None if staging is None else StreamedWeightBytes(model.shards, plan.placement)
+        self._divided = DividedExperts(model.shards, plan.placement, plan.cpu_experts)
         # On a device it was not measured.
         self._unhidden = _unhidden_share(model.shards, plan.placement) if staging is None else 0.0
         self._host_kv = HostKVBytes(plan.host_kv, plan.kv_blocks, plan.max_sequences, len(model.shape.layers))
-        specs = tuple(KVSpec(group, plan.kv, plan.kv_block) for group in model.shape.kv_groups)
+        self.specs = tuple(KVSpec(group, plan.kv, plan.kv_block) for group in model.shape.kv_groups)
         here = plan.host_kv is not None and plan.host_kv.rows_nbytes > 0
-        self._cpu_attention = CPUAttention(specs, rates) if here else None
+        self._cpu_attention = CPUAttention(self.specs, rates) if here else None
         self._link_s = self._kv_s = 1 / rates.link_bytes_s
         if staging is not None and rates.pin_nbytes is not None:
             # Keys and values are page-locked before weights are.
@@ -206,26 +212,14 @@ def _unhidden_share(shards: ModelShards, placement: Placement) -> float:
 
 
 class _ComputeCosts:
-    """Seconds to compute passes, without the transfer of their weights.
+    """Seconds to compute passes, without the transfer of their weights."""
 
-    `fused`: the library of CPU kernels computes those layers as a whole that it may. `graphs`: a device replays layers
-    of passes that are not too large.
-    """
-
-    def __init__(
-        self,
-        model: _ModelWork,
-        formats: Plan | _CandidateFormats,
-        rates: Rates,
-        *,
-        fused: bool,
-        on_device: bool = False,
-        graphs: bool = False,
-    ) -> None:
-        self._on_device, self._graphs = on_device, graphs
+    def __init__(self, model: _ModelWork, formats: _Computing, rates: Rates) -> None:
+        self._on_device, self._graphs = formats.on_device, formats.graphs
+        self.seconds = cache(self._seconds)
         self._shape = model.shape
         self._overheads = rates.overheads
-        self._fused_overheads = (rates.fused_overheads if fused else None) or rates.overheads
+        self._fused_overheads = (rates.fused_overheads if formats.fused else None) or rates.overheads
         # Experts of one launch cost what a layer costs.
         self._launches_together = formats.grouped_products
         self._memory_bytes_s = rates.memory_bytes_s
@@ -237,10 +231,12 @@ class _ComputeCosts:
         self._alone = rates.curve(*names)
         self._together = rates.curve(*chain.from_iterable((TOGETHER.format(each), each) for each in routed))
         # Kernels of a device read codes of single matrices, too, for as many rows as pay (quant/matmul/matmul.py).
-        by_kernels = on_device and formats.grouped_products and formats.quant != "none" and formats.dtype != "fp32"
+        by_kernels = (
+            self._on_device and formats.grouped_products and formats.quant != "none" and formats.dtype != "fp32"
+        )
         self._few_rows = self._together if by_kernels else self._alone
         # On a device torch attends to latents, and to what indexers choose.
-        self._by_torch = on_device and not all(group.is_plain for group in model.shape.kv_groups)
+        self._by_torch = self._on_device and not all(group.is_plain for group in model.shape.kv_groups)
         self._attending = [
             rates.curve(
                 LATENTS if self._by_torch else HEADS.format(formats.kv, head_size(group.head_dim)),
@@ -252,7 +248,7 @@ class _ComputeCosts:
         ]
         self._expanding, self._drawing = rates.curve("none", *names), rates.curve(DRAWING)
 
-    def seconds(self, load: _PassLoad) -> tuple[float, float]:
+    def _seconds(self, load: _PassLoad) -> tuple[float, float]:
         """Seconds of the tier that computes, and of the thread that drives it if that is a device."""
         layers = [(kind.count, self._layer(kind, load), self._fixed(kind, load)) for kind in self._kinds]
         compute = sum(count * products for count, products, _ in layers) + self._attention(load) + self._head(load)
@@ -342,18 +338,16 @@ class _GroupReads:
 _Phase = tuple[float, _PassLoad]
 
 
-def _predict(model: _ModelWork, plan: Plan, job: Workload, rates: Rates, factors: Mapping[str, float]) -> Prediction:
-    costs = _PassCosts(model, plan, rates)
-    specs = tuple(KVSpec(group, plan.kv, plan.kv_block) for group in model.shape.kv_groups)
+def _predict(costs: _PassCosts, plan: Plan, job: Workload, factors: Mapping[str, float]) -> Prediction:
     most = min(plan.max_sequences, plan.tokens_per_pass)
     room = Room(plan.kv_sequences, plan.kv_blocks, 0, plan.host_kv)
-    live = _live_sequences(specs, room.all_blocks, most, job, plan.tokens_per_pass)
+    live = live_sequences(costs.specs, room.all_blocks, most, job, plan.tokens_per_pass)
     costed = [(passes, costs.cost(load)) for passes, load in _phases(job, live, plan.tokens_per_pass)]
-    busy: dict[str, float] = {
-        name: sum(passes * _seconds(cost, name, factors) for passes, cost in costed) for name in RESOURCES
-    }
+    timed = [(passes, _busy(cost, factors)) for passes, cost in costed]
+    busy: dict[str, float] = {name: sum(passes * each[name] for passes, each in timed) for name in RESOURCES}
     total = sum(passes * _pass_seconds(cost, factors) for passes, cost in costed)
-    waited = {name: sum(passes for passes, cost in costed if _bottleneck(cost, factors) == name) for name in RESOURCES}
+    waits = [(passes, max(RESOURCES, key=each.__getitem__)) for passes, each in timed]
+    waited = {name: sum(passes for passes, longest in waits if longest == name) for name in RESOURCES}
     generated, passes = job.mean_generated * job.sequences, sum(passes for passes, _ in costed)
     return Prediction(
         seconds=total,
@@ -367,29 +361,6 @@ def _predict(model: _ModelWork, plan: Plan, job: Workload, rates: Rates, factors
         link_nbytes=sum(passes * cost.link_nbytes for passes, cost in costed),
         cpu_experts=sum(each * cost.cpu_experts for each, cost in costed) / passes,
     )
-
-
-def _live_sequences(
-    specs: Sequence[KVSpec], blocks: Sequence[int], most: int, job: Workload, tokens_per_pass: int
-) -> float:
-    """Sequences that run together: as many as a pass takes at `most` and the cache's blocks allow, as they use them."""
-    live = 1.0
-    # The more there are, the longer their prompts take, and the further apart they begin.
-    for _ in range(3):
-        tokens = max(1, round(used_tokens(job, live, tokens_per_pass)))
-        fitting = [count / spec.least_blocks(tokens) for spec, count in zip(specs, blocks, strict=True)]
-        live = max(live, min(most, job.sequences, *fitting))
-    return live
-
-
-def used_tokens(job: Workload, live: float, tokens_per_pass: int) -> float:
-    """Tokens of a sequence in the cache, in the mean over `live` ones when together they hold most.
-
-    Blocks are given as a sequence grows. Sequences whose prompts are computed one after the other end one after the
-    other, so that they are never all at their longest.
-    """
-    apart = min(_passes_with_prompts(job, live, tokens_per_pass), job.mean_generated)
-    return job.mean_prompt + job.mean_generated - apart / 2
 
 
 def _phases(job: Workload, live: float, tokens_per_pass: int) -> Iterator[_Phase]:
@@ -406,12 +377,12 @@ def _phases(job: Workload, live: float, tokens_per_pass: int) -> Iterator[_Phase
     if rest >= 1:
         yield from _round(job, rest, tokens_per_pass, 1)
     last = rest if rest >= 1 else live
-    ending = min(_passes_with_prompts(job, last, tokens_per_pass), job.mean_generated)
+    ending = min(passes_with_prompts(job, last, tokens_per_pass), job.mean_generated)
     yield ending, _decoding(job, max(1.0, last / 2))
 
 
 def _round(job: Workload, live: float, tokens_per_pass: int, times: int, beginning: bool = False) -> Iterator[_Phase]:
-    filling = _passes_with_prompts(job, live, tokens_per_pass)
+    filling = passes_with_prompts(job, live, tokens_per_pass)
     decoding = max(0.0, job.mean_generated - filling)
     riding = live * (job.mean_generated - decoding) / filling * (0.5 if beginning else 1.0)
     prompts = live * job.mean_prompt / filling
@@ -422,14 +393,6 @@ def _round(job: Workload, live: float, tokens_per_pass: int, times: int, beginni
         yield times * decoding, _decoding(job, live)
 
 
-def _passes_with_prompts(job: Workload, live: float, tokens_per_pass: int) -> float:
-    """Passes of one round. They are full; where prompts are long, all are, and a round takes longer than an answer."""
-    prompts, free = job.mean_prompt * live, max(0.0, tokens_per_pass - live)
-    if prompts <= job.mean_generated * free:
-        return max(1.0, prompts / max(1.0, free))
-    return (prompts + job.mean_generated * live) / tokens_per_pass
-
-
 def _decoding(job: Workload, live: float) -> _PassLoad:
     return _PassLoad(live, 0.0, 1.0, 0.0, _mean_context(job), 0.0)
 
@@ -438,28 +401,24 @@ def _mean_context(job: Workload) -> float:
     return job.mean_prompt + job.mean_generated / 2
 
 
-def _seconds(cost: _PassCost, name: str, factors: Mapping[str, float]) -> float:
-    seconds: float = getattr(cost, f"{name}_s")
-    return seconds * factors.get(name, 1.0)
+def _busy(cost: _PassCost, factors: Mapping[str, float]) -> dict[Resource, float]:
+    """Seconds of a pass by resource."""
+    seconds = cost.disk_s, cost.link_s, cost.compute_s, cost.host_s, cost.cpu_s
+    return {name: each * factors.get(name, 1.0) for name, each in zip(RESOURCES, seconds, strict=True)}
 
 
 def _pass_seconds(cost: _PassCost, factors: Mapping[str, float]) -> float:
-    seconds = {name: _seconds(cost, name, factors) for name in RESOURCES}
+    seconds = _busy(cost, factors)
     return max(seconds.values()) + cost.unhidden * min(seconds["disk"], seconds["compute"])
-
-
-def _bottleneck(cost: _PassCost, factors: Mapping[str, float]) -> Resource:
-    return max(RESOURCES, key=lambda name: _seconds(cost, name, factors))
 
 
 @dataclass(frozen=True, slots=True)
 class _Passes:
-    """`count` equal passes of `sequences`: seconds that each computes, those of the host thread, and the least share of
-    the weights not held that it reads; `few`: the CPU may compute some."""
+    """`count` equal passes of `sequences`: seconds that each takes to compute, by the tier that does or by the thread
+    that drives it, and the least share of the weights not held that it reads; `few`: the CPU may compute some."""
 
     count: float
-    compute_s: float
-    host_s: float
+    busy_s: float
     wanted: float
     sequences: float
     few: bool
@@ -470,7 +429,8 @@ class CostModel:
 
     `factors` multiply the seconds of resources, in every weight format. Tokens are expected to choose experts
     independently, and every expert is as likely. What no budget changes is kept, so requests that are made from each
-    other share one cost model.
+    other share one cost model: `expert_seconds` by weight format and dtype, of an expert on the link and on the CPU
+    (None where the CPU computes none), every `candidate`, and the room `needed` for its sequences.
     """
 
     def __init__(
@@ -480,9 +440,25 @@ class CostModel:
         self.rates = rates or Rates()
         self.factors = factors or {}
         self._weights: dict[tuple[object, ...], WeightFootprint] = {}
-        self._works: dict[tuple[str, str], _ModelWork] = {}
-        self._experts: dict[tuple[str, str], ExpertSeconds | None] = {}
-        self._passes: dict[tuple[object, ...], list[_Passes]] = {}
+        self._work = cache(lambda quant, dtype: _ModelWork(shape, model_shards(shape, quant, dtype)))
+        self._computing = cache(lambda each: _ComputeCosts(self._work(each.quant, each.dtype), each, self.rates))
+        self._phases = cache(lambda *job: tuple(_phases(*job)))
+        self._passes = cache(self._passes_of)
+        # Where no weights are read from disk in passes, and where some are.
+        self._loading_s = cache(
+            lambda weights, prepared: [
+                least_loading_s(weights, streams, self.rates.loading, self.rates.disk_bytes_s, Prepared({}, prepared))
+                for streams in (False, True)
+            ]
+        )
+        self._specs = cache(lambda kv, block: tuple(KVSpec(group, kv, block) for group in shape.kv_groups))
+        self.expert_seconds = cache(lambda quant, dtype: expert_seconds(shape, quant, dtype, self.rates))
+        self.candidate = cache(
+            lambda weights, kv, block, longest, tokens, live: Candidate(
+                weights, CacheSize(self._specs(kv, block), longest, tokens), live
+            )
+        )
+        self.needed = cache(needed)
 
     def weights(self, quant: str, dtype: str, deterministic: bool, granted: DeviceBudget | None) -> WeightFootprint:
         """The model in a weight format; `granted` is the budget of the device that computes, if one does."""
@@ -491,31 +467,31 @@ class CostModel:
             self._weights[key] = WeightFootprint(self.shape, quant, dtype, deterministic, granted)
         return self._weights[key]
 
-    def expert_seconds(self, quant: str, dtype: str) -> ExpertSeconds | None:
-        """Seconds of an expert on the link and on the CPU; None where the CPU computes none."""
-        if (quant, dtype) not in self._experts:
-            self._experts[quant, dtype] = expert_seconds(self.shape, quant, dtype, self.rates)
-        return self._experts[quant, dtype]
-
     def query_nbytes(self, dtype: str) -> int:
         """Bytes of a token's queries of all heads, in the layer that has most."""
-        return max(kind.width for kind in self._work("none", dtype, None).kinds) * ITEM_NBYTES[dtype]
+        return max(kind.width for kind in self._work("none", dtype).kinds) * ITEM_NBYTES[dtype]
 
     def predict(self, plan: Plan, workload: Workload, prepared: Prepared = NOTHING_PREPARED) -> Prediction:
         """The predicted time of the job under the plan, if `prepared` weights exist already."""
-        work = self._work(plan.quant, plan.dtype, None)
-        predicted = _predict(work, plan, workload, self.rates, self.factors)
+        predicted = _predict(self.pass_costs(plan), plan, workload, self.factors)
         loading = self.loading(plan, workload, prepared)
         return replace(predicted, loading_s=loading.seconds, written_nbytes=loading.written_nbytes)
 
+    def pass_costs(self, plan: Plan) -> _PassCosts:
+        """Costs of passes under a plan."""
+        formats = plan.dtype, plan.quant, plan.compute, plan.kv, plan.kv_block, plan.grouped_products
+        ways = plan.staging is not None, plan.fused_nbytes > 0, plan.graphs_nbytes > 0
+        computing = self._computing(_Computing(*formats, *ways))
+        return _PassCosts(self._work(plan.quant, plan.dtype), plan, self.rates, computing)
+
     def decoding_s(self, plan: Plan, workload: Workload) -> Callable[[int], float]:
         """The seconds of a pass, by its generated tokens."""
-        costs = _PassCosts(self._work(plan.quant, plan.dtype, None), plan, self.rates)
+        costs = self.pass_costs(plan)
         return lambda tokens: _pass_seconds(costs.cost(_decoding(workload, tokens)), self.factors)
 
     def loading(self, plan: Plan, workload: Workload, prepared: Prepared = NOTHING_PREPARED) -> LoadingCost:
         """What happens before the first row, with the seconds of each step."""
-        costs = _PassCosts(self._work(plan.quant, plan.dtype, None), plan, self.rates)
+        costs = self.pass_costs(plan)
         live = min(plan.max_sequences, plan.tokens_per_pass, workload.sequences)
         length = max(1.0, min(plan.tokens_per_pass // live, workload.longest - 1))
         passes = (
@@ -534,56 +510,50 @@ class CostModel:
         workload: Workload,
         prepared: Prepared = NOTHING_PREPARED,
         cpu: ExpertSeconds | None = None,
+        host_nbytes: int = 0,
     ) -> float:
         """No plan of the candidate is predicted to take less, where its sequences have that room.
 
-        At best all bytes that are left hold weights and no resource waits for another. Of the other weights every pass
-        reads at least the share that it wants of the experts that are wanted least, or a CPU computes some of these.
+        At best all bytes that are left hold weights, `host_nbytes` beside a device among them, and no resource waits
+        for another. Of the other weights every pass reads at least the share that it wants of the experts that are
+        wanted least, or a CPU computes some of these.
         """
-        weights, rates, factors = candidate.weights, self.rates, self.factors
+        weights, rates = candidate.weights, self.rates
+        disk, link = self.factors.get("disk", 1.0), self.factors.get("link", 1.0)
         missing = max(0, weights.nbytes - room.free_nbytes)
-        name, rate = ("link", rates.link_bytes_s) if weights.on_device else ("disk", rates.disk_bytes_s)
-        moved = missing / rate * factors.get(name, 1.0)
-        computed, driven = (factors.get(resource, 1.0) for resource in ("compute", "host"))
-        streams = missing > 0 and not weights.on_device
+        on_disk = max(0, missing - host_nbytes + (room.host_kv.host_nbytes if room.host_kv else 0))
+        read_s = on_disk / rates.disk_bytes_s * disk
+        link_s = missing / rates.link_bytes_s * link if weights.on_device else 0.0
         crossing = cpu.read_s / (cpu.link_s + cpu.read_s) if cpu else 1.0
         host_kv = HostKVBytes(room.host_kv, room.blocks, candidate.live, 0)
         attended = room.host_kv is not None and room.host_kv.rows_nbytes > 0
-        kv_s = 0.0 if attended else host_kv.cohort_nbytes / rate * factors.get(name, 1.0)
+        kv_s = 0.0 if attended else host_kv.cohort_nbytes / rates.link_bytes_s * link
         generating = sum(
             each.count
             * max(
-                each.compute_s * computed,
-                each.host_s * driven,
-                each.wanted * (crossing if each.few else 1.0) * moved + host_kv.cohorts(each.sequences) * kv_s,
+                each.busy_s,
+                each.wanted * read_s,
+                each.wanted * (crossing if each.few else 1.0) * link_s
+                + (host_kv.cohorts(each.sequences) * kv_s if kv_s else 0.0),
             )
-            for each in self._passes_of(candidate, compute, room.all_blocks, workload, whole=missing == 0)
+            for each in self._passes(candidate, compute, room.all_blocks, workload, missing == 0)
         )
-        return generating + least_loading_s(weights, streams, rates.loading, rates.disk_bytes_s, prepared)
+        # Rings and whole experts may leave some of what a host could hold to the disk.
+        held_s, streams_s = self._loading_s(weights, prepared.is_model)
+        return generating + (streams_s if on_disk else min(held_s, streams_s))
 
     def _passes_of(
-        self, candidate: Candidate, compute: str, blocks: tuple[int, ...], workload: Workload, *, whole: bool
+        self, candidate: Candidate, compute: str, blocks: tuple[int, ...], workload: Workload, whole: bool
     ) -> list[_Passes]:
-        weights, spec = candidate.weights, candidate.cache.specs[0]
-        live = _live_sequences(candidate.cache.specs, blocks, candidate.live, workload, candidate.tokens_per_pass)
-        formats = _CandidateFormats(
-            weights.dtype, weights.quant, compute, spec.format, spec.block, weights.grouped_products
-        )
+        weights, spec, tokens = candidate.weights, candidate.cache.specs[0], candidate.tokens_per_pass
+        live = live_sequences(candidate.cache.specs, blocks, candidate.live, workload, tokens)
+        formats = weights.dtype, weights.quant, compute, spec.format, spec.block, weights.grouped_products
         fused = fuses(weights.quant, weights.dtype, weights.deterministic) and not weights.on_device
-        graphs = whole and weights.graphs > 0
-        key = (workload, formats, candidate.tokens_per_pass, live, fused, graphs)
-        if key not in self._passes:
-            work = self._work(weights.quant, weights.dtype, weights.shards)
-            costs = _ComputeCosts(work, formats, self.rates, fused=fused, on_device=weights.on_device, graphs=graphs)
-            self._passes[key] = [
-                _Passes(passes, *costs.seconds(load), wanted_by(load.tokens, work.rarest), load.sequences, few)
-                for passes, load in _phases(workload, live, candidate.tokens_per_pass)
-                for few in (load.tokens <= MOST_TOKENS,)
-            ]
-        return self._passes[key]
-
-    def _work(self, quant: str, dtype: str, shards: ModelShards | None) -> _ModelWork:
-        key = quant, dtype
-        if key not in self._works:
-            self._works[key] = _ModelWork(self.shape, shards or model_shards(self.shape, quant, dtype))
-        return self._works[key]
+        costs = self._computing(_Computing(*formats, weights.on_device, fused, whole and weights.graphs > 0))
+        factors = self.factors.get("compute", 1.0), self.factors.get("host", 1.0)
+        rarest = self._work(weights.quant, weights.dtype).rarest
+        return [
+            _Passes(passes, busy_s, wanted_by(load.tokens, rarest), load.sequences, load.tokens <= MOST_TOKENS)
+            for passes, load in self._phases(workload, live, tokens)
+            for busy_s in (max(map(mul, costs.seconds(load), factors)),)
+        ]

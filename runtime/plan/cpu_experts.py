@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 from ...moe.division import MOST_ROWS, MOST_TOKENS, ExpertSeconds, divide
@@ -65,15 +64,10 @@ class Divided:
 class DividedExperts:
     """The missing experts of passes, divided as the engine divides them: each is as likely as any, for every token."""
 
-    def __init__(self, shape: ModelShape, shards: ModelShards, held: Placement, seconds: ExpertSeconds | None) -> None:
+    def __init__(self, shards: ModelShards, held: Placement, seconds: ExpertSeconds | None) -> None:
         """No `seconds`: the CPU computes none."""
         self._seconds = seconds
-        # Layers by the share of their experts that a token asks for, how many are not held, and their bytes.
-        self._layers = Counter(
-            (layer.experts.per_token / layer.experts.count, packed.num_experts - count, packed.expert.nbytes)
-            for layer, packed, count in zip(shape.layers, shards.layers, held.held_experts, strict=True)
-            if layer.experts and packed.expert
-        )
+        self._layers = held.missing_experts(shards) if seconds else {}
 
     def of(self, tokens: float) -> Divided:
         """Those of a pass of so many tokens."""

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from ...moe.expected_rows import wanted_by
 from ..kv.cohorts import CohortSizes
-from ..shape.model_shape import ModelShape
 from ..shape.shards import ModelShards
 from .placement import Placement
 
@@ -16,16 +15,14 @@ from .placement import Placement
 class StreamedWeightBytes:
     """Bytes that a pass brings over one link: dense shards that are not held, and wanted experts that are not."""
 
-    def __init__(self, shape: ModelShape, shards: ModelShards, held: Placement) -> None:
-        self._dense = sum(shards.layers[index].dense.nbytes for index in shards.dense_order[held.held_dense :])
+    def __init__(self, shards: ModelShards, held: Placement) -> None:
+        self._dense = shards.held_nbytes[-1] - shards.held_nbytes[held.held_dense]
         # By the share of a layer's experts that a token asks for: bytes, and how many.
         self._experts: Counter[float] = Counter()
         self._counts: Counter[float] = Counter()
-        for layer, packed, count in zip(shape.layers, shards.layers, held.held_experts, strict=True):
-            if layer.experts and packed.expert:
-                share = layer.experts.per_token / layer.experts.count
-                self._experts[share] += (packed.num_experts - count) * packed.expert.nbytes
-                self._counts[share] += packed.num_experts - count
+        for (share, missing, nbytes), layers in held.missing_experts(shards).items():
+            self._experts[share] += layers * missing * nbytes
+            self._counts[share] += layers * missing
 
     def nbytes(self, tokens: float) -> float:
         return self._dense + sum(nbytes * wanted_by(tokens, share) for share, nbytes in self._experts.items())

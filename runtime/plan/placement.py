@@ -7,8 +7,10 @@ scratch leave.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from operator import mul
 from typing import Any, Self
 
 from ...moe.division import ExpertSeconds
@@ -17,7 +19,7 @@ from ...offload.memory import KEPT_NBYTES
 from ...offload.typed_json import read_as
 from ..kv.cohorts import CohortSizes
 from ..settings.errors import DoesNotFit
-from ..settings.settings import MIB, MemoryBudget
+from ..settings.settings import MIB, DeviceBudget, MemoryBudget
 from ..shape.model_shape import ModelShape
 from ..shape.shards import ITEM_NBYTES, ModelShards, resident_nbytes
 
@@ -90,13 +92,17 @@ class Placement:
 
     def held_nbytes(self, shards: ModelShards) -> int:
         """Bytes of the shards that are held; the output head is one of them."""
-        dense = sum(shards.layers[index].dense.nbytes for index in shards.dense_order[: self.held_dense])
-        experts = sum(
-            count * layer.expert.nbytes
-            for layer, count in zip(shards.layers, self.held_experts, strict=True)
-            if layer.expert
+        experts: int = sum(map(mul, self.held_experts, shards.expert_nbytes))
+        return shards.held_nbytes[self.held_dense] + experts + (shards.head.nbytes if shards.head else 0)
+
+    def missing_experts(self, shards: ModelShards) -> Counter[tuple[float, int, int]]:
+        """Layers with experts by the share of them that a token asks for, how many are not held, and bytes of one."""
+        layers = zip(shards.layers, self.held_experts, strict=True)
+        return Counter(
+            (each.per_token / each.num_experts, each.num_experts - held, each.expert.nbytes)
+            for each, held in layers
+            if each.expert
         )
-        return dense + experts + (shards.head.nbytes if shards.head else 0)
 
     def nbytes(self, shards: ModelShards) -> int:
         """Bytes of memory that weights take: held, and in flight."""
@@ -268,9 +274,8 @@ def device_ring(shards: ModelShards, free_nbytes: int) -> int:
     One layer of experts, so that the link is busy while attention computes and while the host waits for what a layer's
     router wants; at most an eighth of `free_nbytes`, because the rest serves sequences.
     """
-    layer = max((layer.num_experts for layer in shards.layers), default=0)
     expert = largest_expert(shards)
-    return max(0, min(layer, free_nbytes // 8 // max(1, expert)) - MIN_RING_EXPERTS) * expert
+    return max(0, min(shards.most_experts, free_nbytes // 8 // max(1, expert)) - MIN_RING_EXPERTS) * expert
 
 
 def stage(shards: ModelShards, held: Placement, free_nbytes: int) -> Placement | None:
@@ -349,7 +354,7 @@ def _hold_experts(shards: ModelShards, placement: Placement, free_nbytes: int) -
 
 def largest_expert(shards: ModelShards) -> int:
     """Bytes of the largest expert; 0 where there are none."""
-    return max((layer.expert.nbytes for layer in shards.layers if layer.expert), default=0)
+    return max(shards.expert_nbytes, default=0)
 
 
 def on_device_nbytes(shape: ModelShape, dtype: str) -> int:
@@ -358,13 +363,17 @@ def on_device_nbytes(shape: ModelShape, dtype: str) -> int:
     return resident_nbytes(shape, dtype) - (embedding if shape.head else 0)
 
 
+def beside_device_nbytes(shape: ModelShape, dtype: str, device: DeviceBudget, encoder_nbytes: int) -> int:
+    """Bytes of host memory beside a device that hold neither weights nor keys and values."""
+    # Prompts are tokenized once loading is over.
+    return device.process_nbytes + resident_nbytes(shape, dtype) + max(LOADING_NBYTES, encoder_nbytes)
+
+
 def stage_for_device(shape: ModelShape, shards: ModelShards, plan: Plan) -> HostStaging:
     """The staging for the device of `plan`. Raises DoesNotFit, naming the smallest budget that works."""
     budget, held = plan.budget, plan.placement
     assert budget.device is not None
-    # Prompts are tokenized once loading is over.
-    passing = max(LOADING_NBYTES, plan.encoder_nbytes)
-    fixed = budget.device.process_nbytes + resident_nbytes(shape, plan.dtype) + passing
+    fixed = beside_device_nbytes(shape, plan.dtype, budget.device, plan.encoder_nbytes)
     fixed += plan.host_kv.host_nbytes if plan.host_kv else 0
     kept = stage(shards, held, budget.host_nbytes - fixed)
     if kept is None:

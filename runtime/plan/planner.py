@@ -7,8 +7,10 @@ shortest predicted time is found by branch and bound.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
 
 from ...moe.division import ExpertSeconds
 from ...offload.budget import GIB
@@ -18,18 +20,13 @@ from ...quant.formats.format import QUANT_FORMATS, get_format
 from ...quant.kernels.gpu import Gpu, interpreted
 from ...quant.native import library
 from ..attention.choice import AttentionNeeds, choose_attention, stores_by_kernel
-from ..kv.spec import SCAN_CHUNK, KVSpec
+from ..kv.spec import SCAN_CHUNK
 from ..settings.errors import DoesNotFit, SettingError
 from ..settings.settings import MIB, DeviceBudget, MemoryBudget, Settings, encoder_nbytes
 from ..shape.model_shape import ModelShape
-from ..shape.shards import (
-    SMALLEST_FORMATS,
-    open_formats,
-    tables_nbytes,
-    token_rows_nbytes,
-)
-from .candidate import CacheSize, Candidate, WeightFootprint, choose_block, fused_nbytes, fuses, largest
-from .cost_model import NOTHING_PREPARED, CostModel, used_tokens
+from ..shape.shards import SMALLEST_FORMATS, open_formats, tables_nbytes, token_rows_nbytes
+from .candidate import Candidate, WeightFootprint, choose_block, fused_nbytes, fuses, largest
+from .cost_model import NOTHING_PREPARED, CostModel
 from .cpu_attention import may_attend
 from .cpu_experts import host_nbytes
 from .hosting import Room, rooms
@@ -37,7 +34,7 @@ from .kernels import missing_kernels
 from .loading_cost import GENERATING, LOADING, Prepared
 from .memory_ledger import MemoryLedger
 from .notes import WORTH, plan_notes
-from .placement import Placement, Plan, Workload, choose_placement, device_ring, stage_for_device
+from .placement import Placement, Plan, Workload, beside_device_nbytes, choose_placement, device_ring, stage_for_device
 from .prediction import Prediction
 from .speculation import OFF, free_tokens
 
@@ -47,8 +44,6 @@ SMALL_KV = "int8"
 LEAST_TOKENS, MOST_TOKENS = 64, 8192
 # More sequences than this are not tried: these take the host 0.15 s a pass (presets.SEQUENCE_S).
 MOST_SEQUENCES = 4096
-# Of the blocks that sequences use in the mean: so many are enough (bench/results/streaming.md, "Spare blocks").
-SPARE_BLOCKS = 1.1
 # A plan that streams weights must be faster by this much than one that holds them all, and so must one that streams
 # keys and values: predictions are not better (a recorded job within a tenth, bench/results/gpu.md), and what streams
 # waits for a link or disk that others use too.
@@ -122,7 +117,6 @@ class SearchSpace:
         self.quants = _quants(settings, shape, self.dtype)
         self.most_live = min(settings.max_sequences or MOST_SEQUENCES, workload.sequences)
         self._block = choose_block(workload.mean_live)
-        self._specs: dict[str, tuple[KVSpec, ...]] = {}
 
     def arithmetics(self, quant: str) -> tuple[str, ...]:
         """What the settings leave open of how weights in a format are multiplied, the least lossy first."""
@@ -146,9 +140,8 @@ class SearchSpace:
         settings = self.request.settings
         longest = max(1, self.request.workload.longest if longest is None else longest)
         kv = kv or (SMALL_KV if settings.kv == "auto" else settings.kv)
-        if kv not in self._specs:
-            self._specs[kv] = tuple(KVSpec(group, kv, self._block) for group in self.request.shape.kv_groups)
-        return Candidate(self.weights(quant), CacheSize(self._specs[kv], longest, tokens or self.tokens()[0]), live)
+        tokens = tokens or self.tokens()[0]
+        return self.request.costs.candidate(self.weights(quant), kv, self._block, longest, tokens, live)
 
     def tokens(self) -> list[int]:
         """Tokens per pass to try: what the user says, else powers of two up to what the job can fill."""
@@ -166,15 +159,6 @@ class SearchSpace:
         steps = {step << power for power in range(9) for step in range(1, 32)}
         equal = {-(-self.request.workload.sequences // rounds) for rounds in range(1, 9)}
         yield from sorted({live for live in steps | equal | {most} if live <= most})
-
-    def cached(self, candidate: Candidate) -> int:
-        """Sequences at their longest whose blocks let all live ones of a candidate run together, as they use them."""
-        live, longest = candidate.live, candidate.cache.longest
-        used = min(longest, round(used_tokens(self.request.workload, live, candidate.tokens_per_pass)))
-        # Windows are full long before a sequence ends, and would ask for all blocks of the other layers, too.
-        specs = [spec for spec in candidate.cache.specs if spec.group.window is None] or candidate.cache.specs
-        share = max(spec.least_blocks(max(1, used)) / spec.least_blocks(longest) for spec in specs)
-        return max(1, min(live, math.ceil(SPARE_BLOCKS * live * share)))
 
     def longest(self) -> int:
         """The longest sequence that fits in the smallest format: the job's, where it fits. Raises DoesNotFit."""
@@ -327,8 +311,9 @@ def solve(request: PlanRequest) -> PlanResult:
         if ways:
             fastest = min(prediction.total_s for _, prediction, _ in ways)
             found = best[quant] = next(way for way in ways if way[1].total_s <= WORTH_ROUNDING * fastest)
-        if quant == search.space.quants[0] and found and search.holds_everything(found[0]):
-            # The checkpoint's own precision, and nothing is short of memory.
+        whole = found and found[0].placement.ring_nbytes == 0 and found[0].kv_sequences >= found[0].max_sequences
+        if quant == search.space.quants[0] and whole:
+            # The checkpoint's own precision, all of it held, and every running sequence has its blocks.
             break
     if not best:
         # What a device does not hold does not fit the host, or a store the disk.
@@ -358,10 +343,10 @@ def budget_range(
 @dataclass(frozen=True, slots=True)
 class _Ranked:
     """A candidate that fits and its arithmetic, with the room of its sequences, the seconds that it takes at least, and
-    its `index` in the search."""
+    its `index` in the search. With all rooms before it, index (n, 0), these are the seconds in any of them."""
 
     least_seconds: float
-    index: int
+    index: tuple[int, int]
     candidate: Candidate
     compute: str
     room: Room
@@ -370,8 +355,8 @@ class _Ranked:
 class _Search:
     """Tries every number of tokens and of sequences in a pass; held shards take the bytes that these leave.
 
-    What a candidate takes at least is known before its shards are placed, so the search begins with the most promising
-    one, and ends where the next could not be faster than what was found.
+    What a candidate takes at least is known before its sequences have their room, and its shards their places. So the
+    search begins with the most promising one, and ends where the next could not be faster than what was found.
     """
 
     def __init__(self, space: SearchSpace) -> None:
@@ -382,15 +367,32 @@ class _Search:
         # Not what earlier jobs left: the same request chooses the same.
         self._prepared = space.request.prepared.for_choice
         self.refusal = DoesNotFit("no plan was found")
+        costs, settings, device = space.request.costs, space.request.settings, self._budget.device
+        self._cpu_experts = self._cpu_may(settings.cpu_experts)
+        attends = self._cpu_may(settings.cpu_attention) and may_attend(costs.shape, costs.rates)
+        # Bytes of the host that weights may have; those that keys and values may, all page-locked, and of these a
+        # token's queries where the CPU may attend to cohorts.
+        self._staged_nbytes, self._hosted = 0, (0, 0)
+        if device is not None:
+            host, queries = self._budget.host_nbytes, costs.query_nbytes(space.dtype) if attends else 0
+            self._staged_nbytes = host - beside_device_nbytes(
+                costs.shape, space.dtype, device, encoder_nbytes(self._longest)
+            )
+            pins = host if costs.rates.pin_nbytes is None else costs.rates.pin_nbytes
+            self._hosted = min(settings.host_kv_nbytes(host), pins), queries
 
     def best(self, quant: str, compute: str) -> tuple[Plan, Prediction, _Ranked] | None:
         """The fastest plan in a weight format and arithmetic, but for WORTH_STREAMING; of equally fast ones, that with
         the smaller passes."""
-        best: tuple[float, int, Plan, Prediction, _Ranked] | None = None
-        for each in sorted(self._candidates(quant, compute), key=lambda each: (each.least_seconds, each.index)):
-            if best and each.least_seconds * (1 - ROUNDING) > best[0]:
-                break
-            if plan := self._plan(each):
+        best: tuple[float, tuple[int, int], Plan, Prediction, _Ranked] | None = None
+        waiting = [(each.least_seconds, each.index, each) for each in self._candidates(quant, compute)]
+        heapify(waiting)
+        while waiting and waiting[0][0] * (1 - ROUNDING) <= (best[0] if best else sys.float_info.max):
+            each = heappop(waiting)[2]
+            if each.index[1] == 0:
+                for ranked in self._in_rooms(each):
+                    heappush(waiting, (ranked.least_seconds, ranked.index, ranked))
+            elif plan := self._plan(each):
                 plan, predicted = self._beside_cpu(plan)
                 streams = bool(plan.placement.ring_nbytes) + (plan.host_kv is not None)
                 judged = predicted.total_s * WORTH_STREAMING**streams
@@ -410,59 +412,55 @@ class _Search:
         """The plan, with experts that the CPU computes where that is faster by WORTH_STREAMING, and its prediction."""
         costs, workload = self._request.costs, self._request.workload
         predicted, seconds = costs.predict(plan, workload, self._prepared), self._expert_seconds(plan)
-        nbytes = host_nbytes(costs.shape, plan.dtype)
-        if seconds is None or plan.streams or plan.placement.expert_ring == 0 or nbytes > plan.free_nbytes:
+        if seconds is None or plan.streams or plan.placement.expert_ring == 0:
             return plan, predicted
-        free = plan.free_nbytes - nbytes
+        nbytes = host_nbytes(costs.shape, plan.dtype)
+        if (free := plan.free_nbytes - nbytes) < 0:
+            return plan, predicted
         divided = replace(plan, cpu_experts=seconds, cpu_experts_nbytes=nbytes, free_nbytes=free)
         faster = costs.predict(divided, workload, self._prepared)
         worth = faster.total_s * WORTH_STREAMING <= predicted.total_s
         return (divided, faster) if worth else (plan, predicted)
 
-    def _cpu_may(self, setting: str, deterministic: bool) -> bool:
+    def _cpu_may(self, setting: str) -> bool:
         """Whether the CPU may compute beside a device, by a setting of the user's."""
-        here = self._request.elsewhere or library.available()
-        return here and self._budget.device is not None and not deterministic and setting != "off"
-
-    def _row_nbytes(self, weights: WeightFootprint) -> int:
-        """Bytes of host memory for a token's queries where the CPU may attend to cohorts, else 0."""
-        costs, setting = self._request.costs, self._request.settings.cpu_attention
-        may = self._cpu_may(setting, weights.deterministic) and may_attend(weights.shape, costs.rates)
-        return costs.query_nbytes(weights.dtype) if may else 0
+        may = self._budget.device is not None and not self._request.settings.deterministic and setting != "off"
+        return may and (self._request.elsewhere or library.available())
 
     def _expert_seconds(self, formats: Plan | WeightFootprint) -> ExpertSeconds | None:
         """None where the CPU may compute no experts beside a device."""
-        may = self._cpu_may(self._request.settings.cpu_experts, formats.deterministic)
-        return self._request.costs.expert_seconds(formats.quant, formats.dtype) if may else None
-
-    def holds_everything(self, plan: Plan) -> bool:
-        """Whether all weights are in the tier that computes, and every running sequence has its blocks."""
-        return plan.placement.ring_nbytes == 0 and plan.kv_sequences >= plan.max_sequences
+        return self._request.costs.expert_seconds(formats.quant, formats.dtype) if self._cpu_experts else None
 
     def _candidates(self, quant: str, compute: str) -> Iterator[_Ranked]:
-        costs, index, budget = self._request.costs, 0, self._request.budget_nbytes
-        cpu = self._expert_seconds(self.space.weights(quant))
+        """Those for which there is room, with the seconds that they take in any."""
+        index, budget = 0, self._request.budget_nbytes
         for tokens in self.space.tokens():
             for live in self.space.sequences(tokens):
                 candidate = self._candidate(quant, tokens, live)
-                hosted = self._host_kv_nbytes, self._row_nbytes(candidate.weights)
-                found = list(rooms(candidate, self._cached(candidate), budget, *hosted))
-                if not found:
+                room, all_run = self._needed(candidate)
+                fits = room.free_nbytes >= candidate.weights.streaming_nbytes
+                if not fits and next(rooms(candidate, room.cached, budget, *self._hosted), None) is None:
                     break
-                for room in found:
-                    workload, prepared = self._request.workload, self._prepared
-                    least = costs.least_seconds(candidate, compute, room, workload, prepared, cpu)
-                    yield _Ranked(least, index, candidate, compute, room)
-                    index += 1
+                # At best, weights have all memory; more blocks change nothing where all sequences run in these.
+                room = Room(room.cached, room.blocks, budget - candidate.fixed)
+                least = self._least_seconds(candidate, compute, room) if all_run else 0.0
+                yield _Ranked(least, (index, 0), candidate, compute, room)
+                index += 1
 
-    @property
-    def _host_kv_nbytes(self) -> int:
-        """The most bytes of host memory that keys and values may take: page-locked, and within the host's budget."""
-        if self._budget.device is None:
-            return 0
-        pins = self._request.costs.rates.pin_nbytes
-        most = self._request.settings.host_kv_nbytes(self._budget.host_nbytes)
-        return most if pins is None else min(most, pins)
+    def _in_rooms(self, ranked: _Ranked) -> Iterator[_Ranked]:
+        candidate, cached = ranked.candidate, ranked.room.cached
+        for number, room in enumerate(rooms(candidate, cached, self._request.budget_nbytes, *self._hosted), start=1):
+            streams = (room.free_nbytes < candidate.weights.nbytes) + (room.host_kv is not None)
+            least = self._least_seconds(candidate, ranked.compute, room) * WORTH_STREAMING**streams
+            yield replace(ranked, least_seconds=least, index=(ranked.index[0], number), room=room)
+
+    def _least_seconds(self, candidate: Candidate, compute: str, room: Room) -> float:
+        """Infinite, and why in `refusal`, where the disk has no room for what surely streams from it."""
+        on_disk = candidate.weights.nbytes - room.free_nbytes - self._staged_nbytes
+        if on_disk + (room.host_kv.host_nbytes if room.host_kv else 0) > 0 and not self._has_disk(candidate.weights):
+            return math.inf
+        beside = self._prepared, self._expert_seconds(candidate.weights), self._staged_nbytes
+        return self._request.costs.least_seconds(candidate, compute, room, self._request.workload, *beside)
 
     def _has_disk(self, weights: WeightFootprint) -> bool:
         store, granted = weights.copied_nbytes, self._budget.disk_nbytes
@@ -517,15 +515,20 @@ class _Search:
         graphs = weights.graphs_within(left) if plan.held_nbytes == plan.weights_nbytes else 0
         return replace(plan, staging=staging, parked_blocks=parked, free_nbytes=free, graphs_nbytes=graphs)
 
-    def _cached(self, candidate: Candidate) -> int:
-        """If all weights are held, the cache takes the remaining bytes, because nothing else could use them."""
-        budget, least = self._request.budget_nbytes, self.space.cached(candidate)
-        if candidate.whole(least) > budget:
-            return least
-        free = budget - candidate.fixed - candidate.weights.nbytes
-        free -= candidate.weights.graphs_within(free - candidate.cache.nbytes(least))
+    def _needed(self, candidate: Candidate) -> tuple[Room, bool]:
+        """The room of sequences that are all in the tier that computes, and whether all live ones run together in it.
+
+        If all weights are held, the cache takes the remaining bytes, because nothing else could use them.
+        """
+        request, weights = self._request, candidate.weights
+        room, all_run = request.costs.needed(candidate, request.workload)
+        left = request.budget_nbytes + room.free_nbytes
+        if left < weights.nbytes:
+            return Room(room.cached, room.blocks, left), all_run
+        free = request.budget_nbytes - candidate.fixed - weights.nbytes - weights.graphs_within(left - weights.nbytes)
         most = min(self.space.most_live, candidate.tokens_per_pass)
-        return max(least, candidate.cache.sequences_in(free, most))
+        cached = max(room.cached, candidate.cache.sequences_in(free, most))
+        return Room(cached, candidate.cache.blocks(cached), left), all_run
 
     def _placement(self, candidate: Candidate, free_nbytes: int, ring: int) -> tuple[Placement, int]:
         """What is held in `free_nbytes`, and the buffers of layers whose experts stream, for passes in which sequences

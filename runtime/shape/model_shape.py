@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from ...offload.typed_json import read_as
@@ -168,7 +169,7 @@ class StoredFormat:
         return f"kept as {self.kept}" if self.kept else "widened, and packed again"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelShape:
     """A checkpoint as shards, elements and cache groups. `head` is None where it is tied to the embedding.
 
@@ -194,21 +195,30 @@ class ModelShape:
     streams: int = 1
     mtp: bool = False
 
+    def __hash__(self) -> int:
+        # All layers take longer than what is looked up by a shape is worth.
+        return hash((self.model_type, self.hidden, self.vocab, self.resident_numel))
+
     @property
     def embedding_numel(self) -> int:
         return self.vocab * self.hidden
 
-    @property
+    @cached_property
     def num_experts(self) -> int:
         """Experts of all layers together."""
         return sum(layer.experts.count for layer in self.layers if layer.experts)
 
-    @property
+    @cached_property
+    def experts(self) -> tuple[ExpertsShape, ...]:
+        """The kinds of experts that layers have."""
+        return tuple({layer.experts: None for layer in self.layers if layer.experts})
+
+    @cached_property
     def tables(self) -> tuple[RowTable, ...]:
         """The matrices of layers that stay on the disk."""
         return tuple(layer.table for layer in self.layers if layer.table)
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """Number of all elements; tied ones count once."""
         layers = sum(layer.streamed_numel + layer.resident_numel for layer in self.layers)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import accumulate
 
 from ...quant.formats.format import (
     CODE_BITS,
@@ -253,18 +254,22 @@ class ShardLayout:
 
 @dataclass(frozen=True, slots=True)
 class LayerShards:
-    """A layer's dense shard, and the layout that its experts share, so that a run of neighbours is one copy."""
+    """A layer's dense shard, and the layout that its experts share, so that a run of neighbours is one copy.
+
+    A token asks for `per_token` of the experts.
+    """
 
     dense: ShardLayout
     expert: ShardLayout | None
     num_experts: int
+    per_token: int = 0
 
     @property
     def nbytes(self) -> int:
         return self.dense.nbytes + (self.num_experts * self.expert.nbytes if self.expert else 0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelShards:
     """Everything that is packed; `head` is None where it is tied to the embedding.
 
@@ -275,16 +280,33 @@ class ModelShards:
     head: ShardLayout | None
     held: int = 0
 
-    @property
+    @cached_property
     def dense_order(self) -> tuple[int, ...]:
         """The layers in the order in which their dense shards are held while memory lasts.
 
         Those that never stream, then others from all over the model: while a held layer computes, the next one that is
-        not arrives, and the rings have room for no more than that.
+        not arrives, and the rings have room for no more than that. By the fractions of their multiples of the golden
+        ratio, any last ones of them lie at about equal distances.
         """
-        return _dense_order(len(self.layers), self.held)
+        indices = range(len(self.layers))
+        return tuple(sorted(indices, key=lambda index: (index >= self.held, -(index * GOLDEN_RATIO % 1))))
 
-    @property
+    @cached_property
+    def held_nbytes(self) -> tuple[int, ...]:
+        """Bytes of dense shards by how many of them are held, in that order."""
+        return tuple(accumulate((self.layers[index].dense.nbytes for index in self.dense_order), initial=0))
+
+    @cached_property
+    def expert_nbytes(self) -> tuple[int, ...]:
+        """Bytes of an expert by layer, 0 where there is none."""
+        return tuple(layer.expert.nbytes if layer.expert else 0 for layer in self.layers)
+
+    @cached_property
+    def most_experts(self) -> int:
+        """Experts of the layer that has most."""
+        return max((layer.num_experts for layer in self.layers), default=0)
+
+    @cached_property
     def nbytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers) + (self.head.nbytes if self.head else 0)
 
@@ -319,12 +341,7 @@ class ModelShards:
 GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 
-@lru_cache
-def _dense_order(count: int, held: int) -> tuple[int, ...]:
-    """By the fractions of their multiples of the golden ratio: any last ones of them lie at about equal distances."""
-    return tuple(sorted(range(count), key=lambda index: (index >= held, -(index * GOLDEN_RATIO % 1))))
-
-
+@lru_cache(maxsize=64)
 def model_shards(shape: ModelShape, format_name: str, dtype: str, order: str = "") -> ModelShards:
     """The shards of a model packed in a format, to compute in `dtype` (bf16, fp16 or fp32).
 
@@ -340,7 +357,9 @@ def _layer_shards(layer: LayerShape, format_name: str, routed: str, dtype: str, 
     dense, experts = _shard(layer.dense, format_name, dtype, order), layer.experts
     if experts is None:
         return LayerShards(dense, None, 0)
-    return LayerShards(dense, _shard((experts.up, experts.down), routed, dtype, order), experts.count)
+    return LayerShards(
+        dense, _shard((experts.up, experts.down), routed, dtype, order), experts.count, experts.per_token
+    )
 
 
 def _shard(matrices: tuple[Matrix, ...], format_name: str, dtype: str, order: str) -> ShardLayout:

@@ -11,10 +11,9 @@ import torch
 
 from moedge.offload.stream.stream import StreamBroken
 from moedge.runtime.loading.engine_loader import load_engine, load_with_fallback
-from moedge.runtime.plan.cost_model import CostModel, _decoding, _PassCosts
+from moedge.runtime.plan.cost_model import CostModel, _decoding
 from moedge.runtime.plan.fallback import FallbackPolicy
 from moedge.runtime.plan.planner import PlanRequest
-from moedge.runtime.plan.rates import Rates
 from moedge.runtime.settings.errors import MemoryGaveOut
 
 # By where sequences lie: blocks for so many on the device, and cohorts with room for so many each.
@@ -142,7 +141,7 @@ def test_a_pass_moves_what_the_plan_says_within_its_memory(case: Any, fakes: Mod
     tiny = host_kv.many(case("llama"), "int8")
     fake = fakes.FakeDevice(seed=6)
     plan = host_kv.hosted(tiny, tiny.plan(fake.device, 0.0), 2, 2, 2)
-    costs = _PassCosts(CostModel(tiny.source.shape)._work(plan.quant, plan.dtype, None), plan, Rates())
+    costs = CostModel(tiny.source.shape).pass_costs(plan)
     planned = costs.cost(_decoding(tiny.job, len(host_kv.LENGTHS))).link_nbytes
     fake.device.limit(plan.used_nbytes - plan.process_nbytes)
     # The rings of weights, of which the plan knows, and one of parameters.

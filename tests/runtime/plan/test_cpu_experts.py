@@ -108,8 +108,8 @@ def test_the_plan_divides_as_the_engine_does(tokens: int) -> None:
         wanted = (layer.experts.count - held) * wanted_by(tokens, share)
         few, many = (divide(wanted_rows(tokens, share, int(wanted) + more), seconds)[0] for more in (0, 1))
         experts += few + (many - few) * (wanted % 1)
-    assert DividedExperts(shape, shards, plan.placement, seconds).of(tokens).experts == pytest.approx(experts)
-    assert DividedExperts(shape, shards, plan.placement, seconds).of(MOST_TOKENS + 1).experts == 0
+    assert DividedExperts(shards, plan.placement, seconds).of(tokens).experts == pytest.approx(experts)
+    assert DividedExperts(shards, plan.placement, seconds).of(MOST_TOKENS + 1).experts == 0
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 40, 128])

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from moedge.runtime.plan.placement import Placement, everything
-from moedge.runtime.shape import shards as layouts
 from moedge.runtime.shape.shards import LayerShards, ModelShards, ShardLayout
 from support.device.link_events import LayerWork, PassWork, Seconds, Simulation
 
@@ -49,7 +48,7 @@ def pass_s(shards: ModelShards, kept: int, bytes_s: float, layer_s: float) -> fl
 def test_the_link_is_busy_while_held_layers_compute(kept: int, planted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: with the first layers held, both take turns."""
     if planted:
-        monkeypatch.setattr(layouts, "_dense_order", lambda count, held: tuple(range(count)))
+        monkeypatch.setattr(ModelShards, "dense_order", property(lambda shards: tuple(range(len(shards.layers)))))
     shards, bytes_s = model(30), 1e9
     link_s = (30 - kept) * NBYTES / bytes_s
     took = pass_s(shards, kept, bytes_s, layer_s=0.8 * link_s / 30)

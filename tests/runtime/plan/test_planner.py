@@ -230,20 +230,22 @@ def bound(changed: Callable[[float], float]) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("tier", ["host", "device"])
-@given(models(), SETTINGS, jobs(), st.floats(0, 1.2))
+@pytest.mark.parametrize("tier", ["host", "device", "device and disk"])
+@given(models(), SETTINGS, jobs(), st.floats(0, 1.2), st.floats(0, 1))
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_the_choice_is_that_of_the_exhaustive_search(
-    tier: str, shape: ModelShape, wanted: Settings, job: Workload, share: float
+    tier: str, shape: ModelShape, wanted: Settings, job: Workload, share: float, staged: float
 ) -> None:
-    room = ROOM if tier == "device" else None
+    room = None if tier == "host" else ROOM
     smallest, whole = budget_range(shape, wanted, job, room)
     budget = smallest + int(share * (whole - smallest))
+    # From the smallest that no model is refused.
+    host = AMPLE if tier == "device" else 900 * MIB + int(staged * (whole - smallest))
 
     def answer() -> PlanResult:
         if room is None:
             return choose(shape, wanted, MemoryBudget(budget), job, FAST)
-        return choose(shape, wanted, MemoryBudget(AMPLE, replace(room, nbytes=budget)), job, FAST)
+        return choose(shape, wanted, MemoryBudget(host, replace(room, nbytes=budget)), job, FAST)
 
     pruned = answer()
     with bound(lambda _: 0.0):

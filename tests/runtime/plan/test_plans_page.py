@@ -185,7 +185,7 @@ def test_a_card_that_is_better_in_one_figure_is_never_slower(settings: Settings)
 @pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "gpt-oss-20b"])
 def test_every_point_of_a_curve_is_what_that_budget_plans(name: str, passes: dict[str, int]) -> None:
     asked = question(name, "RTX 3060 12GB", 24, Settings(**passes))  # type: ignore[arg-type]
-    points = {(point.varied, point.value): point for point in by_budget(asked)}
+    points = {(point.varied, point.value): point for point in by_budget(asked, solve(asked))}
     assert ("device", 11 * GIB + GIB // 2) in points
     for gib in (5, 8):
         point = points["device", gib * GIB]

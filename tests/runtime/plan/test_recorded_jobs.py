@@ -49,8 +49,7 @@ def passed(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[
     plan = replace(plan, placement=replace(plan.placement, held_experts=held, held_dense=len(shape.layers)))
     decoding = min(found["sequences"], found["tokens"])
     load = cost_model._PassLoad(decoding, found["tokens"] - decoding, 110, 0, 174, 55)
-    work = cost_model._ModelWork(shape, cost_model.model_shards(shape, "none", "bf16"))
-    return cost_model._PassCosts(work, plan, rates).cost(load), found
+    return model.pass_costs(plan).cost(load), found
 
 
 @pytest.mark.parametrize("name", RECORDED["jobs"])
