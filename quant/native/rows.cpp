@@ -159,18 +159,15 @@ struct RowMatrix : moedge_row_matrix {
 // Rows of a matrix that are multiplied at once by R rows of x: their sums stay in registers. Of one or two, reading them
 // one after the other is faster, as processors read ahead so.
 constexpr int at_once(int rows) {
-    return MOEDGE_LEVEL >= 2 ? (rows <= 2 ? 1 : rows <= 4 ? 4 : 2) : rows <= 4 ? 2 : 1;
+    return MOEDGE_LEVEL >= 2 ? (rows <= 2 ? 1 : rows <= 4 ? 4 : 2) : 2;
 }
 
 // Columns whose codes become bfloat16 together. Levels of NF4 are rounded, as in tiles.h.
 constexpr int64_t BLOCK = 2 * CHUNK;
 
-// Whether codes stand for levels, not for integers, which AVX2 makes floats of faster than by tables.
-constexpr bool has_levels(Kind kind) { return kind == Kind::NF4 || kind == Kind::E2M1; }
-
 inline bool has_words(const moedge_row_matrix& matrix, Kind kind, Format format) {
     const bool grouped = matrix.scales != nullptr, whole = matrix.group == CHUNK || matrix.group % BLOCK == 0;
-    const bool known = MOEDGE_LEVEL >= 3 ? is_nibbles(kind) || kind == Kind::BF16 : MOEDGE_LEVEL == 1 && has_levels(kind);
+    const bool known = (is_nibbles(kind) && MOEDGE_LEVEL != 2) || (kind == Kind::BF16 && MOEDGE_LEVEL >= 3);
     return format == Format::MOEDGE_BF16 && known && matrix.columns % BLOCK == 0 && (whole || !grouped);
 }
 
@@ -254,22 +251,44 @@ constexpr int place_of(int64_t chunk, int i) {
     return vector * W + int(chunk % 2) * 4 + byte % 8 / 2;
 }
 
-// Codes become floats by tables of the upper and the lower byte of bfloat16, with half of the instructions
-// that `multiply` takes.
+// The sums of row `r` of x by groups of a matrix.
+inline void add_groups(const RowMatrix& matrix, const float* x, int64_t rows, int64_t r, float* sums) {
+    const int64_t blocks = matrix.columns / BLOCK, in_group = matrix.group / CHUNK;
+    memset(sums, 0, sizeof(float) * size_t(matrix.columns / matrix.group));
+    for (int64_t block = 0, left = in_group; block < blocks; block++) {
+        const float* const from = x + (block * rows + r) * BLOCK;
+        vf total = load(from);
+        for (int v = 1; v < BLOCK / W; v++) total = add(total, load(from + v * W));
+        const __m128 pairs = _mm_hadd_ps(_mm256_castps256_ps128(total), _mm256_extractf128_ps(total, 1));
+        const __m128 halves = _mm_hadd_ps(pairs, pairs);
+        for (int half = 0; half < 2; half++) {
+            *sums += _mm_cvtss_f32(half ? _mm_movehdup_ps(halves) : halves);
+            if (--left == 0) sums++, left = in_group;
+        }
+    }
+}
+
+// Products as `multiply` makes them, of x [columns / BLOCK, rows, BLOCK]. Codes become floats by tables of the upper and the lower byte of bfloat16,
+// with half of the instructions that `multiply` takes.
 template <Kind KIND, int R>
-void multiply_words(const RowMatrix& matrix, int64_t first, int64_t end, const float* x, float* out, int64_t stride) {
-    constexpr int N = at_once(R);
+void multiply_words(const RowMatrix& matrix, int64_t first, int64_t end, const float* x, int64_t rows, float* out, int64_t stride) {
+    // So many rows of the matrix read a block of x from the first cache.
+    constexpr int N = R <= 2 ? 2 : 4;
     uint8_t bytes[2][16];
     for (int i = 0; i < 16; i++) {
-        const uint16_t entry = float_to_bf16(TABLES[int(KIND == Kind::NF4 ? Type::NF4 : Type::E2M1)][i]);
+        const uint16_t entry = float_to_bf16(TABLES[KIND == Kind::INT4 ? 0 : KIND == Kind::NF4 ? 1 : 2][i]);
         bytes[0][i] = uint8_t(entry), bytes[1][i] = uint8_t(entry >> 8);
     }
     const vi lower = table_of(bytes[0]), upper = table_of(bytes[1]);
-    const int64_t blocks = matrix.columns / BLOCK, row_nbytes = blocks * 2 * chunk_nbytes(KIND);
+    const int64_t blocks = matrix.columns / BLOCK, groups = matrix.columns / matrix.group;
+    const int64_t row_nbytes = blocks * 2 * chunk_nbytes(KIND);
     // The groups of the lanes of a vector, and how many blocks share a group.
     const bool halves = matrix.group == CHUNK;
     const int64_t in_group = halves ? 1 : matrix.group / BLOCK, step = halves ? 2 : 1;
     float scale[N][MOEDGE_ROW_GROUPS], zero[N][MOEDGE_ROW_GROUPS];
+    float x_sums[R][MOEDGE_ROW_GROUPS];
+    if (matrix.has_zeros())
+        for (int r = 0; r < R; r++) add_groups(matrix, x, rows, r, x_sums[r]);
     const auto of_lanes = [&](const float* numbers) {
         return _mm256_set_m128(_mm_broadcast_ss(numbers + step - 1), _mm_broadcast_ss(numbers));
     };
@@ -309,7 +328,7 @@ void multiply_words(const RowMatrix& matrix, int64_t first, int64_t end, const f
                             const vf weights = (vf)(v % 2 ? words[v / 2] & all_lanes(int(0xffff0000)) : left_by(words[v / 2], 16));
 #pragma GCC unroll 8
                             for (int r = 0; r < R; r++)
-                                made[v % PARTS][r] = fma(weights, load(x + r * matrix.columns + block * BLOCK + (4 * half + v) * W), made[v % PARTS][r]);
+                                made[v % PARTS][r] = fma(weights, load(x + (block * rows + r) * BLOCK + (4 * half + v) * W), made[v % PARTS][r]);
                         }
                     }
 #pragma GCC unroll 8
@@ -322,15 +341,26 @@ void multiply_words(const RowMatrix& matrix, int64_t first, int64_t end, const f
         for (int n = 0; n < N; n++)
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++)
-                if (row + n < end) out[r * stride + row + n - first] = sum(sums[n][r]);
+                if (row + n < end) {
+                    float total = 0;
+                    if (matrix.has_zeros()) {
+                        int64_t g = 0;
+                        for (; g + W <= groups; g += W) sums[n][r] = fma(load(zero[n] + g), load(x_sums[r] + g), sums[n][r]);
+                        for (; g < groups; g++) total += zero[n][g] * x_sums[r][g];
+                    }
+                    out[r * stride + row + n - first] = sum(sums[n][r]) + total;
+                }
     }
 }
 #endif
 
-// Products of R rows of x, `columns` numbers each, with matrix rows `first` to `end`: out[r * stride + n - first].
+// Products of R of the `rows` rows of x [columns / CHUNK, rows, CHUNK] with matrix rows `first` to `end`:
+// out[r * stride + n - first].
 template <Kind KIND, bool GROUPED, int R>
-void multiply(const RowMatrix& matrix, int64_t first, int64_t end, const float* x, float* out, int64_t stride) {
+void multiply(const RowMatrix& matrix, int64_t first, int64_t end, const float* x, int64_t rows, float* out, int64_t stride) {
     constexpr int N = at_once(R);
+    // Whether a chunk's products are summed by themselves, so that they do not wait for those of the chunk before.
+    constexpr bool APART = MOEDGE_LEVEL == 1 && R > 4;
     const Reader<KIND> reader;
     const int64_t chunks = matrix.columns / CHUNK, in_group = GROUPED ? matrix.group / CHUNK : chunks;
     const int64_t row_nbytes = chunks * chunk_nbytes(KIND);
@@ -362,13 +392,18 @@ void multiply(const RowMatrix& matrix, int64_t first, int64_t end, const float* 
                     const uint8_t* const from = at[n] + chunk * chunk_nbytes(KIND);
                     request(from + REQUESTED);
                     reader.read(from, weights);
+                    vf made[R];
+#pragma GCC unroll 8
+                    for (int r = 0; r < R; r++) made[r] = APART ? set1(0.0f) : sums[n][r];
 #pragma GCC unroll 8
                     for (int v = 0; v < PER_CHUNK; v++) {
                         if (GROUPED) weights[v] = fma(weights[v], by[n], plus[n]);
 #pragma GCC unroll 8
                         for (int r = 0; r < R; r++)
-                            sums[n][r] = fma(weights[v], load(x + r * matrix.columns + chunk * CHUNK + v * W), sums[n][r]);
+                            made[r] = fma(weights[v], load(x + (chunk * rows + r) * CHUNK + v * W), made[r]);
                     }
+#pragma GCC unroll 8
+                    for (int r = 0; r < R; r++) sums[n][r] = APART ? add(sums[n][r], made[r]) : made[r];
                 }
         }
 #pragma GCC unroll 8
@@ -419,12 +454,12 @@ struct RowInputs {
     void put_chunk(const float* from, int64_t row, int64_t chunk) const {
         const bool nibbles = is_nibbles(matrix.kind);
         if (!words) {
-            float* to = memory + row * matrix.columns + chunk * CHUNK;
+            float* to = memory + (chunk * rows + row) * CHUNK;
             for (int i = 0; i < CHUNK; i++) to[nibbles ? i / 2 + i % 2 * (CHUNK / 2) : i] = from[i];
             return;
         }
 #if MOEDGE_LEVEL == 1
-        float* const block = memory + row * matrix.columns + chunk / 2 * BLOCK;
+        float* const block = memory + (chunk / 2 * rows + row) * BLOCK;
         for (int i = 0; i < CHUNK; i++) block[place_of(chunk, i)] = from[i];
 #else
         uint16_t numbers[CHUNK];
@@ -451,10 +486,10 @@ struct RowInputs {
                     return multiply_words<KIND, R>(matrix, first, end, x, of_rows, out + done * stride, stride);
                 }
 #elif MOEDGE_LEVEL == 1
-            if constexpr (has_levels(KIND))
-                if (words) return multiply_words<KIND, R>(matrix, first, end, memory + done * matrix.columns, out + done * stride, stride);
+            if constexpr (is_nibbles(KIND))
+                if (words) return multiply_words<KIND, R>(matrix, first, end, memory + done * BLOCK, rows, out + done * stride, stride);
 #endif
-            multiply<KIND, GROUPED, R>(matrix, first, end, memory + done * matrix.columns, out + done * stride, stride);
+            multiply<KIND, GROUPED, R>(matrix, first, end, memory + done * CHUNK, rows, out + done * stride, stride);
         });
     }
 
