@@ -268,8 +268,8 @@ inline void add_groups(const RowMatrix& matrix, const float* x, int64_t rows, in
     }
 }
 
-// Products as `multiply` makes them, of x [columns / BLOCK, rows, BLOCK]. Codes become floats by tables of the upper and the lower byte of bfloat16,
-// with half of the instructions that `multiply` takes.
+// Products as `multiply` makes them, of x [columns / BLOCK, rows, BLOCK]. Codes become floats by tables of the upper and the
+// lower byte of bfloat16, with half of the instructions.
 template <Kind KIND, int R>
 void multiply_words(const RowMatrix& matrix, int64_t first, int64_t end, const float* x, int64_t rows, float* out, int64_t stride) {
     // So many rows of the matrix read a block of x from the first cache.
