@@ -4,15 +4,12 @@ known.
 
 from dataclasses import astuple, replace
 from importlib.resources import as_file, files
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moedge.moe.expected_rows import expected_union
-from moedge.offload.errors import OutOfBudget
 from moedge.offload.machine.profile import Overheads
-from moedge.offload.store import stores
 from moedge.quant.native import library
 from moedge.runtime.calibration import pass_rates
 from moedge.runtime.calibration.pass_rates import LEAST_S, PASS_TOKENS, Timed, solve_overheads, streaming, timed_passes
@@ -20,8 +17,8 @@ from moedge.runtime.calibration.pass_rates import PASS_KINDS as MEASURED
 from moedge.runtime.loading.engine_loader import LoadedEngine
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan
-from moedge.runtime.settings.settings import Budgets, MemoryBudget, Settings
-from moedge.runtime.source.model_source import ModelSource, open_source
+from moedge.runtime.settings.settings import MemoryBudget, Settings
+from moedge.runtime.source.model_source import open_source
 from support.known_shapes import plain_model
 
 SHAPE = plain_model()
@@ -92,27 +89,6 @@ def test_every_prompt_is_computed_each_time() -> None:
         passes = list(timed_passes(source, plan, None))
     assert max(one.tokens for one in passes) == max(count * length for count, length in MEASURED)
     assert {one.tokens for one in passes if one.tokens == one.sequences} == {count for count, _ in MEASURED}
-
-
-def test_the_store_of_a_measurement_needs_no_reserve_on_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk with 1 GiB left is too full for prepared weights by default, but not for the 11 MiB of a measurement."""
-    folders: list[Path | None] = []
-    monkeypatch.setattr(stores, "disk_free", lambda folder: 1 << 30)
-    monkeypatch.setattr(pass_rates, "timed_passes", lambda source, plan, store: folders.append(store) or [])
-    monkeypatch.setattr(pass_rates, "solve_overheads", lambda shape, timed: TRUE)
-    prepared: list[int] = []
-    prepare = pass_rates.prepare
-
-    def counted(source: ModelSource, target: Path, quant: str, dtype: str, budget: MemoryBudget) -> None:
-        with pytest.raises(OutOfBudget):
-            prepare(source, target, quant, dtype, Budgets().on_cpu())
-        prepared.append(prepare(source, target, quant, dtype, budget).nbytes)
-
-    monkeypatch.setattr(pass_rates, "prepare", counted)
-    assert pass_rates.measure_overheads() == TRUE
-    assert folders[0] is None
-    assert len(folders) == 2
-    assert prepared[0] > 8 << 20
 
 
 def test_layers_that_the_library_computes_as_a_whole_are_measured_apart(monkeypatch: pytest.MonkeyPatch) -> None:

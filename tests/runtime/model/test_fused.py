@@ -47,6 +47,12 @@ def engine(folder: Path, settings: Settings = INT4) -> Iterator[LoadedEngine]:
             yield loaded
 
 
+@pytest.fixture(autouse=True)
+def _tiled_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A measured time decides from how many rows on layers are not fused."""
+    monkeypatch.setattr(engine_loader, "measure_gemv_max_rows", lambda *_: GEMV_MAX_ROWS)
+
+
 def by_seams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selftest, "available", lambda: False)
 
@@ -221,8 +227,6 @@ def test_a_planted_bug_of_the_steps_keeps_the_seams(
     bug: Bug, checkpoint: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seven experts (FlexOlmo) and 192 columns, which no block of the steps divides, and passes of many rows."""
-    # A measured time decides from how many rows on layers are not fused.
-    monkeypatch.setattr(engine_loader, "measure_gemv_max_rows", lambda *_: GEMV_MAX_ROWS)
     sizes = SIZES | {"hidden_size": 192, "num_attention_heads": 6, "num_experts": 7}
     if bug.found_by == "gates":
         # Gemma 4's inner width, which the steps' pieces do not divide.
