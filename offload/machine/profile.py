@@ -189,7 +189,7 @@ class Machine:
         return machine
 
 
-SCHEMA = "moedge.machine/6"
+SCHEMA = "moedge.machine/7"
 # Several profiles are kept: for several disks, and for several machines that share a home folder.
 _MOST_KEPT = 8
 

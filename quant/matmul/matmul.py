@@ -33,6 +33,7 @@ from ..native import library
 from ..scratch import TILE, is_direct, row_nbytes, scratch_nbytes, scratch_planes, strip_rows
 from ..tensor import PackedTensor, dtype_name, unpack_unscaled, view
 from . import tiled
+from .row_layouts import reads_floats
 from .thread_pool import WorkerPool, torch_threads
 
 if TYPE_CHECKING:
@@ -141,7 +142,8 @@ class Matmul:
         elif self._rounds_rows(packed):
             int8.multiply_integers(x, packed.planes, y)
         elif self._is_tiled(x, packed):
-            tiled.multiply(x, packed, bias, y, self.workspace.buffer, self._on_threads(x, packed), self.integer)
+            scratch = self._scratch(packed)
+            tiled.multiply(x, packed, bias, y, scratch, self._on_threads(x, packed), self.integer)
             return y
         elif self._is_fused(x, packed):
             nf4.multiply(x, packed.planes, y)
@@ -169,13 +171,15 @@ class Matmul:
 
         Returns False, having done nothing, where no kernel does that, or where dequantizing first is faster.
         """
-        if not experts or not tiled.takes_experts(hidden, experts, gate, self.workspace.nbytes):
+        if not experts:
+            return False
+        scratch = self._scratch(experts[0].up, experts[0].down)
+        if not tiled.takes_experts(hidden, experts, gate, scratch.numel()):
             return False
         if max(one.num_rows for one in experts) > self.tiled_rows():
             return False
         assert gate is not None
-        scratch, threads = self.workspace.buffer, self.call_on_all
-        tiled.multiply_experts(hidden, token_ids, experts, gate, out, scratch, threads, self.integer)
+        tiled.multiply_experts(hidden, token_ids, experts, gate, out, scratch, self.call_on_all, self.integer)
         return True
 
     def tiled_rows(self) -> int:
@@ -187,8 +191,17 @@ class Matmul:
         return self.integer and layout.codes == "int8" and layout.order == ROWS and not layout.grouped
 
     def _is_tiled(self, x: Tensor, packed: PackedTensor) -> bool:
-        enough = self.workspace.nbytes >= row_nbytes(packed.shape[1])
-        return enough and tiled.takes(x, packed) and x.shape[0] <= self.tiled_rows()
+        if not tiled.takes(x, packed):
+            return False
+        enough = self.workspace.nbytes >= row_nbytes(packed.shape[1]) and x.shape[0] <= self.tiled_rows()
+        return enough or packed.layout.codes == "none"
+
+    def _scratch(self, *matrices: PackedTensor) -> Tensor:
+        """Scratch of the library's products with matrices after one another: of floats, plans have it as slack."""
+        if matrices[0].layout.codes != "none":
+            return self.workspace.buffer
+        of_row = sum(row_nbytes(each.shape[1]) for each in matrices)
+        return torch.empty(max(tiled.MOST_ROWS * of_row, FLOATS_SCRATCH_NBYTES), dtype=torch.uint8)
 
     def _on_threads(self, x: Tensor, packed: PackedTensor) -> tiled.OnThreads:
         """How a product calls its kernel: on the calling thread alone if it is small."""
@@ -242,6 +255,8 @@ class Matmul:
 WIDENED_ROWS = 16
 # The numbers of the matrix and of the rows that are widened at a time: 2 and 4 MiB, or TILE rows.
 WIDENED_WEIGHTS, WIDENED_INPUTS = 1 << 19, 1 << 20
+# Scratch of products of floats that the library computes.
+FLOATS_SCRATCH_NBYTES = 1 << 20
 
 
 def multiply_rows(x: Tensor, weight: Tensor, out: Tensor) -> None:
@@ -468,6 +483,8 @@ def measure_gemv_max_rows(format_name: str, integer: bool = False) -> dict[str, 
             limits[found.codes] = _fused_max_rows(found, NF4PACK)
         elif one.whole_rows or (INT4PACK in one.orders and int4.has_kernel()):
             limits[found.codes] = _break_even_rows(one)
+        if one.codes == "none" and reads_floats():
+            limits[TILES] = ALL_ROWS
         if TILES in orders:
             # Rows that are rounded mean something else: no time may decide whether they are.
             limits[TILES] = ALL_ROWS if integer else _fused_max_rows(several, TILES)

@@ -1,5 +1,7 @@
 """Products with matrices in order `tiles`, by the kernels of quant/native: one matrix, or all experts of a pass.
 
+With AVX2 alone they take matrices of bfloat16, too, as these lie (row_layouts.takes_floats).
+
 Every thread of a pool calls the same C function with the same arguments, and each takes the next item (a tile of a
 matrix and the rows that it is multiplied by) from a counter that they share. A row's bits depend on neither the other
 rows nor the threads (native/tiles.h).
@@ -31,6 +33,7 @@ from ..native.library import (
 )
 from ..scratch import row_nbytes
 from ..tensor import PackedTensor
+from .row_layouts import takes_floats
 
 # Calls a function on every thread of a pool, and returns when all calls have ended.
 OnThreads = Callable[[Callable[[], None]], None]
@@ -50,7 +53,8 @@ def has_kernel() -> bool:
 
 def takes(x: Tensor, packed: PackedTensor) -> bool:
     """Whether `multiply` can be used for such rows and such a matrix."""
-    return packed.layout.order == TILES and x.dtype == torch.bfloat16 and x.device.type == "cpu" and available()
+    known = packed.layout.order == TILES or (takes_floats(packed.layout) and packed.planes[0].is_contiguous())
+    return known and x.dtype == torch.bfloat16 and x.device.type == "cpu" and available()
 
 
 def multiply(

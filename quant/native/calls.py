@@ -75,7 +75,11 @@ def look_up(codes: Tensor, numbers: Tensor) -> Tensor:
 
 
 def native_matrix(codes: str, planes: tuple[Tensor, ...], num_columns: int) -> NativeMatrix:
-    """A matrix [N, K] of such codes, of whole tiles, as the kernels in tiles.h take it."""
+    """A matrix [N, K] of such codes, or bfloat16 for "none", of whole tiles, as the kernels in tiles.h take it."""
+    if codes == "none":
+        (floats,) = planes
+        sizes = {"rows": len(floats), "columns": num_columns, "group": num_columns}
+        return NativeMatrix(codes=floats.data_ptr(), codes_type=_CODES["bf16"], **sizes)
     scales, *others = planes[1:]
     group = num_columns // scales.shape[1] if scales.dim() > 1 else num_columns
     return NativeMatrix(

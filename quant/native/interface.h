@@ -18,8 +18,8 @@ enum moedge_set : int32_t {
 // Formats of the KV cache (quant/kv/format.py), and of activations.
 enum moedge_format : int32_t { MOEDGE_FP32, MOEDGE_BF16, MOEDGE_FP16, MOEDGE_INT8, MOEDGE_INT4 };
 
-// Types of codes that lie in order `tiles` (formats/format.py).
-enum class moedge_codes : int32_t { INT4, NF4, E2M1, INT3, INT8 };
+// Types of codes that lie in order `tiles` (formats/format.py), and floats in order `rows`, of which AVX2 alone is for BF16.
+enum class moedge_codes : int32_t { INT4, NF4, E2M1, INT3, INT8, BF16 };
 
 // Scales of groups: of a dtype, a power of two as a biased exponent (UINT8), or a scale and a zero in sixteenths of it,
 // bytes both, which are multiplied by the factor of their row.
@@ -110,7 +110,7 @@ struct moedge_attention {
     int64_t partial_stride;  // floats of a piece and KV head
 };
 
-// A matrix [rows, columns] in order `tiles`, of whole tiles.
+// A matrix [rows, columns] in order `tiles`, or of BF16 in order `rows`, of whole tiles.
 struct moedge_matrix {
     const uint8_t *codes;
     const uint8_t *scales;  // [rows, columns / group]

@@ -6,6 +6,9 @@
 //     sum over groups of (scale * (sum over the group's columns of value(code) * x) + zero * (sum of the group's x)),
 //
 // so a row's bits depend on the row and the matrix alone.
+//
+// With AVX2 alone, OUTPUTS rows of a matrix of bfloat16 in order `rows` are a tile, too, without scales: oneDNN, which
+// multiplies such matrices elsewhere, wants AVX-512.
 #ifndef MOEDGE_TILES_H
 #define MOEDGE_TILES_H
 
@@ -31,6 +34,8 @@ using Type = moedge_codes;
 using Scales = moedge_scales;
 // Where code serves all of them.
 constexpr Scales ANY = Scales(-1);
+// Where there are none.
+constexpr Scales ONES = Scales(-2);
 
 // By the type of codes.
 constexpr float TABLES[4][16] = {
@@ -274,6 +279,38 @@ struct Codes : FloatCodes<VALUES> {
         }
     }
 };
+
+// Not codes, but OUTPUTS rows of bfloat16, of which a chunk is turned: lanes of a vector are outputs.
+template <>
+struct Codes<Type::BF16> {
+    static constexpr int64_t NBYTES = 4 * OUTPUTS;
+    static constexpr bool WHOLE = true;
+    const uint8_t* at;
+    // What is requested is, of few columns, the same of the next tile; of many, what comes soon in a row.
+    int64_t row_nbytes, ahead;
+
+    explicit Codes(const uint8_t* from, int64_t columns)
+        : at(from), row_nbytes(2 * columns), ahead(columns < 1024 ? OUTPUTS * row_nbytes : 512) {}
+    void prefetch(int64_t) const {}
+
+    // Lanes of four bytes of the rows r and r + 4, then four bytes of all eight rows in turn.
+    __attribute__((always_inline)) static void turn(const uint8_t* from, int64_t stride, vi (&made)[8]) {
+        vi halves[2][4];
+        for (int r = 0; r < 4; r++)
+            for (int half = 0; half < 2; half++) {
+                const uint8_t* first = from + r * stride + 16 * half;
+                halves[half][r] = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)first)),
+                                                          _mm_loadu_si128((const __m128i*)(first + 4 * stride)), 1);
+            }
+        for (int half = 0; half < 2; half++) {
+            const vi* rows = halves[half];
+            const vi a = _mm256_unpacklo_epi32(rows[0], rows[1]), b = _mm256_unpackhi_epi32(rows[0], rows[1]);
+            const vi c = _mm256_unpacklo_epi32(rows[2], rows[3]), d = _mm256_unpackhi_epi32(rows[2], rows[3]);
+            made[4 * half] = _mm256_unpacklo_epi64(a, c), made[4 * half + 1] = _mm256_unpackhi_epi64(a, c);
+            made[4 * half + 2] = _mm256_unpacklo_epi64(b, d), made[4 * half + 3] = _mm256_unpackhi_epi64(b, d);
+        }
+    }
+};
 #endif
 
 // All pairs of a chunk.
@@ -282,6 +319,24 @@ __attribute__((always_inline)) inline void make_chunk(const Source& source, int6
 #pragma GCC unroll 16
     for (int p = 0; p < CHUNK / 2; p++) source.pair(chunk * (CHUNK / 2) + p, made[p]);
 }
+
+#if MOEDGE_LEVEL == 1
+__attribute__((always_inline)) inline void make_chunk(const Codes<Type::BF16>& source, int64_t chunk, Pair (&made)[CHUNK / 2]) {
+    const uint8_t* from = source.at + chunk * 2 * CHUNK;
+    for (int v = 0; v < VECTORS; v++, from += W * source.row_nbytes) {
+        for (int r = 0; r < W; r++) _mm_prefetch((const char*)from + r * source.row_nbytes + source.ahead, _MM_HINT_T0);
+        for (int half = 0; half < 2; half++) {
+            vi both[W];
+            Codes<Type::BF16>::turn(from + CHUNK * half, source.row_nbytes, both);
+#pragma GCC unroll 8
+            for (int p = 0; p < W; p++) {
+                made[half * W + p].values[0][v] = (vf)left_by(both[p], 16);
+                made[half * W + p].values[1][v] = (vf)(both[p] & all_lanes(int(0xffff0000)));
+            }
+        }
+    }
+}
+#endif
 
 // Pairs that were widened before, for the rows after the first.
 struct Widened {
@@ -305,15 +360,15 @@ struct Factors {
     vf scale[VECTORS], zero[VECTORS];
 };
 
-// A matrix with the bias of its products, whose inputs may be rounded to integers of 8 bits (tiles_integer.h): levels of
-// NF4 are none.
+// A matrix with the bias of its products, whose inputs may be rounded to integers of 8 bits (tiles_integer.h): neither
+// levels of NF4 nor floats are such.
 struct Matrix : moedge_matrix {
     Type type;
     const uint16_t* bias;
     bool integers;
 
     explicit Matrix(const moedge_matrix& matrix, const uint16_t* of_products = nullptr, bool rounds = false)
-        : moedge_matrix(matrix), type(matrix.codes_type), bias(of_products), integers(rounds && type != Type::NF4) {}
+        : moedge_matrix(matrix), type(matrix.codes_type), bias(of_products), integers(rounds && type != Type::NF4 && type != Type::BF16) {}
 
     int64_t tiles() const { return rows / OUTPUTS; }
 
@@ -341,7 +396,9 @@ struct Matrix : moedge_matrix {
         }
         for (int v = 0; v < VECTORS; v++) {
             const int64_t first = item + v * W;
-            if (SCALES == Scales::BFLOAT16) {
+            if (SCALES == ONES) {
+                found.scale[v] = set1(1.0f);
+            } else if (SCALES == Scales::BFLOAT16) {
                 found.scale[v] = from_bf16((const uint16_t*)scales + first);
             } else if (SCALES == Scales::UINT8) {
                 found.scale[v] = powers_of_two(scales + first);
@@ -392,11 +449,11 @@ void add_rows(float* results, const Source& source, const Matrix& matrix, int64_
             const uint16_t* x = in.x + ((at + c) * in.rows + first) * CHUNK;
             const int64_t from = (at - begin + c) * (CHUNK / 2);
             Pair made[CHUNK / 2];
-            if (Source::WHOLE) make_chunk(source, at - begin + c, made);
+            if constexpr (Source::WHOLE) make_chunk(source, at - begin + c, made);
             for (int p = 0; p < CHUNK / 2; p++) {
                 Pair pair;
                 source.prefetch(from + p);
-                if (Source::WHOLE) pair = made[p];
+                if constexpr (Source::WHOLE) pair = made[p];
                 else source.pair(from + p, pair);
 #pragma GCC unroll 16
                 for (int r = 0; r < COUNT; r++) add_products(sums[r], pair, x + r * CHUNK + 2 * p);
@@ -457,11 +514,22 @@ void finish(const Matrix& matrix, int64_t tile, int64_t rows, float* results) {
         for (int i = 0; i < OUTPUTS; i++) results[r * OUTPUTS + i] += bf16_to_float(bias[i]);
 }
 
+template <Type VALUES>
+inline Codes<VALUES> codes_of(const uint8_t* codes, int64_t tile, int64_t columns) {
+    const uint8_t* from = codes + tile * (columns / 2) * Codes<VALUES>::NBYTES;
+#if MOEDGE_LEVEL == 1
+    if constexpr (VALUES == Type::BF16) return Codes<VALUES>(from, columns);
+    else return Codes<VALUES>(from);
+#else
+    return Codes<VALUES>(from);
+#endif
+}
+
 template <Type VALUES, Scales SCALES>
 inline void multiply_tile(const Matrix& matrix, int64_t tile, const Inputs& in, float* results) {
     memset(results, 0, static_cast<size_t>(in.rows) * OUTPUTS * sizeof(float));
     const int64_t chunks = matrix.columns / CHUNK;
-    const Codes<VALUES> source(matrix.codes + tile * (matrix.columns / 2) * Codes<VALUES>::NBYTES);
+    const Codes<VALUES> source = codes_of<VALUES>(matrix.codes, tile, matrix.columns);
     if (in.rows <= MOST_DIRECT) {
         const int64_t at_once = in.rows <= ROWS_DIRECT ? in.rows : (in.rows + 1) / 2;
         for (int64_t first = 0; first < in.rows; first += at_once) {
@@ -474,7 +542,10 @@ inline void multiply_tile(const Matrix& matrix, int64_t tile, const Inputs& in, 
         const int64_t blocks = (in.rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, at_once = (in.rows + blocks - 1) / blocks;
         for (int64_t begin = 0; begin < chunks; begin += SEVERAL) {
             const int64_t end = begin + SEVERAL < chunks ? begin + SEVERAL : chunks, pairs = (end - begin) * (CHUNK / 2);
-            for (int64_t p = 0; p < pairs; p++) source.pair(begin * (CHUNK / 2) + p, widened[p]);
+            if constexpr (Codes<VALUES>::WHOLE)
+                for (int64_t c = begin; c < end; c++) make_chunk(source, c, *(Pair(*)[CHUNK / 2])(widened + (c - begin) * (CHUNK / 2)));
+            else
+                for (int64_t p = 0; p < pairs; p++) source.pair(begin * (CHUNK / 2) + p, widened[p]);
             for (int64_t first = 0; first < in.rows; first += at_once) {
                 const int64_t rest = in.rows - first;
                 add_rows<SCALES>(rest < at_once ? rest : at_once, results, Widened{widened}, matrix, tile, in, first, begin, end);
@@ -497,6 +568,11 @@ inline void multiply_tile(const Matrix& matrix, int64_t tile, const Inputs& in, 
         case Type::E2M1: return multiply_tile<Type::E2M1, Scales::UINT8>(matrix, tile, in, results);
         case Type::INT3: return multiply_tile<Type::INT3, Scales::BFLOAT16>(matrix, tile, in, results);
         case Type::INT8: return multiply_tile<Type::INT8, ANY>(matrix, tile, in, results);
+        case Type::BF16:
+#if MOEDGE_LEVEL == 1
+            return multiply_tile<Type::BF16, ONES>(matrix, tile, in, results);
+#endif
+            break;
     }
 }
 

@@ -15,6 +15,7 @@ from ...offload.machine.hardware import num_workers
 from ...quant.formats.format import TILES, get_format
 from ...quant.kernels import tuning
 from ...quant.kernels.gpu import Gpu
+from ...quant.matmul import row_layouts
 from ...quant.native import library
 from ...quant.native.library import CONSTANTS
 from ...quant.scratch import fused_row_nbytes, whole_vectors
@@ -271,7 +272,8 @@ def fuses(quant: str, dtype: str, deterministic: bool) -> bool:
     """Whether the library's steps exist here and take these formats."""
     if deterministic or dtype != "bf16" or not library.available():
         return False
-    return TILES in get_format(get_format(quant).parts[0]).orders
+    dense = get_format(get_format(quant).parts[0])
+    return TILES in dense.orders or (dense.codes == "none" and row_layouts.reads_floats())
 
 
 # Rows of the pass in which loading compares the steps with the model's own layers (model/fused/selftest.py).

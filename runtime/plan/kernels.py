@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from ...quant.formats.format import CODE_BITS, INTEGER_CODES, ROWS, TILES, Layout
+from ...quant.matmul.row_layouts import takes_floats
 from ...quant.native import library
 from ..attention.choice import NO_INDEX, NO_LATENTS
 from ..settings.settings import Settings
@@ -71,7 +72,7 @@ def _product(plan: Plan, layout: Layout, is_expert: bool) -> str:
     if layout.order == TILES and plan.dtype == "bf16" and library.available():
         integers = plan.compute == "int8" and layout.codes in INTEGER_CODES
         return "tiles with int8 rows" if integers else "tiles"
-    return "torch"
+    return "floats by rows" if takes_floats(layout) else "torch"
 
 
 def missing_kernels(weights: WeightFootprint, settings: Settings) -> dict[str, str]:

@@ -19,6 +19,7 @@ from moedge.quant.matmul.matmul import (
     kernel_order,
     measure_gemv_max_rows,
 )
+from moedge.quant.native import library
 from moedge.quant.scratch import scratch_nbytes
 from moedge.quant.tensor import pack
 
@@ -28,6 +29,7 @@ pytestmark = pytest.mark.numerics
 @pytest.fixture
 def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled, "available", lambda: False)
+    monkeypatch.setattr(library, "available", lambda: False)
 
 
 @pytest.mark.usefixtures("no_library")

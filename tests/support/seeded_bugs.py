@@ -34,7 +34,7 @@ _FLAGS = tuple("-O1" if flag == "-O3" else flag for flag in build._FLAGS)
 
 class Bug(NamedTuple):
     """`old` stands once in `file`, a path below the package's folder; `found_by` is a comparison's name. `least_isa` is
-    the least instruction set whose code has the bug."""
+    the least instruction set whose code has the bug, and `most_isa` the most."""
 
     name: str
     file: str
@@ -42,6 +42,7 @@ class Bug(NamedTuple):
     new: str
     found_by: str
     least_isa: str = "avx2"
+    most_isa: str = "amx"
 
     @property
     def is_native(self) -> bool:
@@ -51,7 +52,10 @@ class Bug(NamedTuple):
     def is_here(self) -> bool:
         """Whether the code that kernels use here has it."""
         sets = list(build.SETS)
-        return not self.is_native or library.loaded().isa in sets[sets.index(self.least_isa) :]
+        return (
+            not self.is_native
+            or library.loaded().isa in sets[sets.index(self.least_isa) : sets.index(self.most_isa) + 1]
+        )
 
 
 def _bugs(*bugs: Bug) -> Mapping[str, Bug]:
@@ -81,6 +85,14 @@ BUGS = _bugs(
         "    const int64_t chunks = matrix.columns / CHUNK;\n    const Quads",
         "    const int64_t chunks = matrix.columns / 128 * 128 / CHUNK;\n    const Quads",
         "products in tiles",
+    ),
+    Bug(
+        "rows of floats",
+        "quant/native/tiles.h",
+        "const uint8_t* first = from + r * stride + 16 * half;",
+        "const uint8_t* first = from + (r ^ half) * stride + 16 * half;",
+        "products in tiles",
+        most_isa="avx2",
     ),
     Bug(
         "upper bits of three-bit codes",

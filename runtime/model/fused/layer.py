@@ -23,10 +23,12 @@ from ....quant.formats.format import TILES
 from ....quant.kernels.operands import Gate, recognise
 from ....quant.matmul import steps
 from ....quant.matmul.matmul import ALL_ROWS, ParallelMatmul
+from ....quant.matmul.row_layouts import takes_floats
 from ....quant.matmul.steps import HeadRows, NormWeight, Routed, Step, Steps
 from ....quant.matmul.tiled import ACTIVATIONS, MOST_ROWS, native_product
 from ....quant.native.library import NativeExpert
 from ....quant.scratch import fused_row_nbytes, row_nbytes
+from ....quant.tensor import PackedTensor
 from ...attention.protocol import AttentionCall
 from ...shape.read import is_router
 from ..attention_seam import PackedPass
@@ -117,7 +119,7 @@ def _mixture(block: nn.Module) -> tuple[Mixture, Gate, list[PackedLinear]] | Non
     if gate is None or gate.activation not in ACTIVATIONS or chosen is None:
         return None
     matrices = (held.experts[0].up, held.experts[0].down) if held else ()
-    tiled = all(matrix.layout.order == TILES for matrix in matrices)
+    tiled = all(_is_tiled(matrix) for matrix in matrices)
     if experts.body.norm is not None or not tiled or not isinstance(weight, torch.Tensor) or not weight.is_contiguous():
         return None
     return Mixture(weight, *chosen, experts, held), gate, []
@@ -138,9 +140,13 @@ def _linear(module: nn.Module, name: str) -> PackedLinear | None:
     """A linear whose kernel widens codes in registers, for any number of rows."""
     linear = getattr(module, name, None)
     packed = getattr(linear, "packed", None)
-    if not isinstance(linear, PackedLinear) or packed is None or packed.layout.order != TILES:
+    if not isinstance(linear, PackedLinear) or packed is None or not _is_tiled(packed):
         return None
     return linear if linear.bias is None or linear.bias.dtype == torch.bfloat16 else None
+
+
+def _is_tiled(packed: PackedTensor) -> bool:
+    return packed.layout.order == TILES or takes_floats(packed.layout)
 
 
 def _has_only(module: nn.Module, known: Sequence[nn.Module | None]) -> bool:

@@ -234,7 +234,7 @@ def test_a_file_cut_anywhere_or_of_another_schema_is_not_believed(tmp_path: Path
     save_machine(MACHINE, path)
     whole = path.read_bytes()
     wrong = [whole[:length] for length in range(0, len(whole), 7)]
-    wrong += [whole.replace(b"machine/6", b"machine/5"), b"[]", b"\xff\xfe", b"[" * 100_000, b'{"machines": 3}']
+    wrong += [whole.replace(b"machine/7", b"machine/6"), b"[]", b"\xff\xfe", b"[" * 100_000, b'{"machines": 3}']
     for content in wrong:
         path.write_bytes(content)
         assert load_machine(HARDWARE, path) is None

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moedge.offload.machine.profile import Overheads
+from moedge.quant.matmul import row_layouts
 from moedge.quant.native import library
 from moedge.runtime.plan.cost_model import MOST_UNHIDDEN, CostModel
 from moedge.runtime.plan.placement import DEEP_RING_EXPERTS, Workload, largest_expert
@@ -153,8 +154,13 @@ def test_layers_that_the_library_computes_as_a_whole_have_costs_of_their_own(mon
     assert fused < modules / 100
     streamed = seconds(2, quant="nf4")
     assert streamed[0] < streamed[1] / 100
-    for same in (seconds(3, quant="none"), seconds(64, quant="nf4", dtype="fp32")):
-        assert same[0] == same[1]
+    fused, modules = seconds(64, quant="nf4", dtype="fp32")
+    assert fused == modules
+    # Floats have kernels with AVX2 alone.
+    for reads_floats in (False, True):
+        monkeypatch.setattr(row_layouts, "reads_floats", lambda known=reads_floats: known)
+        fused, modules = seconds(3, quant="none")
+        assert (fused < modules) == reads_floats
 
 
 def test_the_search_is_not_cut_short_by_the_costs_of_modules(monkeypatch: pytest.MonkeyPatch) -> None:

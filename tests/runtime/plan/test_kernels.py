@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from moedge.quant.matmul.row_layouts import reads_floats
 from moedge.quant.native import library
 from moedge.runtime.loading import engine_loader
 from moedge.runtime.loading.engine_loader import load_engine, make_compute
@@ -30,13 +31,16 @@ INT4 = Settings(dtype="bf16", quant="int4", kv="bf16")
         ("qwen3_moe", {"compute": "int8"}, Kernels(FUSED_DECODER, "native", "tiles with int8 rows")),
         ("qwen3_moe", {"kv": "int8"}, Kernels(FUSED_LAYERS, "native", "tiles")),
         ("qwen3_moe", {"deterministic": True}, Kernels(SEAMS, "torch", "tiles")),
-        ("qwen3_moe", {"quant": "none", "attention": "torch"}, Kernels(SEAMS, "torch", "torch")),
+        ("qwen3_moe", {"quant": "none"}, Kernels(FUSED_DECODER, "native", "floats by rows")),
+        ("qwen3_moe", {"quant": "none", "attention": "torch"}, Kernels(FUSED_LAYERS, "torch", "floats by rows")),
         ("llama", {}, Kernels(FUSED_DECODER, "native", "tiles")),
     ],
 )
 def test_a_plan_names_what_loading_chooses(
     family: str, changed: dict[str, object], wanted: Kernels, checkpoint: Callable[..., Path]
 ) -> None:
+    if changed.get("quant") == "none" and not reads_floats():
+        wanted = Kernels(SEAMS, wanted.attention, "torch")
     with open_source(str(checkpoint(family, **SIZES))) as source:
         settings = replace(replace(INT4, compute="float"), **changed)  # type: ignore[arg-type]
         plan = make_plan(source.shape, settings, MemoryBudget(4 << 30), Workload(8, 64))

@@ -19,6 +19,7 @@ from moedge.quant.formats import bitsandbytes_kernels
 from moedge.quant.formats.format import FORMATS, INTEGER_CODES, NF4PACK, ROWS, TILES, get_format
 from moedge.quant.matmul import tiled
 from moedge.quant.matmul.matmul import ParallelMatmul, Workspace
+from moedge.quant.matmul.row_layouts import reads_floats
 from moedge.quant.scratch import row_nbytes, scratch_nbytes
 from moedge.quant.tensor import PackedTensor, Planes, dtype_name, pack
 from support.kernels.relayout import from_planes
@@ -42,13 +43,15 @@ class Way(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
 
 
-# By name. `tiles` and `strips` are what `--deterministic` takes, `widened` what long prompts take on matrix units, and
-# `codes` what few rows take in orders that have kernels of torch or bitsandbytes.
+# By name. `tiles` and `strips` are what `--deterministic` takes, `floats` what bfloat16 takes with AVX2 alone, `widened`
+# what long prompts take on matrix units, and `codes` what few rows take in orders that have kernels of torch or
+# bitsandbytes.
 WAYS: Mapping[str, Way] = MappingProxyType(
     {
         "tiles": Way(TILES, deterministic=True),
         "tiles int8": Way(TILES, integer=True, limits=None),
         "widened": Way(TILES),
+        "floats": Way(limits=None),
         "strips": Way(deterministic=True),
         "strips float32": Way(deterministic=True, dtype=torch.float32),
         "strips float16": Way(dtype=torch.float16),
@@ -65,6 +68,8 @@ def ways_of(name: str, library: bool) -> list[str]:
     """The ways in which the library multiplies matrices of a format on this machine, or all others."""
     chosen = get_format(name)
     if library:
+        if not chosen.scales:
+            return ["floats"] if reads_floats() else []
         known = TILES in chosen.orders and tiled.has_kernel()
         return [] if not known else ["tiles", "widened"] + (["tiles int8"] if chosen.codes in INTEGER_CODES else [])
     found = ["strips", "strips float32", "strips float16", "fast strips"]
@@ -133,7 +138,7 @@ def bound_of(format_name: str, name: str) -> float:
         return 1e-4
     if way.dtype == torch.float32:
         return 4e-5
-    if way.order == TILES and way.deterministic:
+    if name == "floats" or (way.order == TILES and way.deterministic):
         # Codes are exact, nf4's levels are rounded.
         return 0.012 if codes == "nf4" else 1e-4
     if way.dtype == torch.float16:
