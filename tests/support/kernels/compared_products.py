@@ -43,9 +43,9 @@ class Way(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
 
 
-# By name. `tiles` and `strips` are what `--deterministic` takes, `floats` what bfloat16 takes with AVX2 alone, `widened`
-# what long prompts take on matrix units, and `codes` what few rows take in orders that have kernels of torch or
-# bitsandbytes.
+# By name. `tiles` and `strips` are what `--deterministic` takes, `floats` what bfloat16 takes with AVX2 alone,
+# `widened` what long prompts take on matrix units, and `codes` what few rows take in orders that have kernels of torch
+# or bitsandbytes.
 WAYS: Mapping[str, Way] = MappingProxyType(
     {
         "tiles": Way(TILES, deterministic=True),
