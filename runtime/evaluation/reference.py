@@ -80,12 +80,18 @@ class FormatWeights(TorchFunctionMode):
             stack = getattr(experts, name)
             self._set([each.t() if experts.is_transposed else each for each in stack], matrix)
 
-    def set_head(self, head: nn.Module) -> None:
-        """Replaces the weight of an output head that is not tied to the embedding."""
+    def set_head(self, head: nn.Module, embedding: Tensor) -> None:
+        """Replaces the weight of an output head; one that is the `embedding` leaves that as it is."""
         self._columns.clear()
         if self._shards.head is not None:
             linear: Any = head
+            tied = linear.weight is embedding
+            if tied:
+                linear.weight = nn.Parameter(embedding.detach().clone(), requires_grad=False)
             self._set([linear.weight], self._shards.head.matrices[0])
+            if tied:
+                # Nothing in front of it is rounded.
+                self._columns.clear()
 
     def _set(self, weights: Sequence[Tensor], matrix: ShardMatrix) -> None:
         layout, columns = matrix.layout, 0
@@ -344,7 +350,8 @@ def _by_layers(
 
 def experts_at_once(shape: ModelShape, budget: int) -> int:
     """How many experts of a layer are in memory at a time. Raises DoesNotFit where not one is."""
-    embedding = (shape.embedding_numel + (shape.head.numel if shape.head else 0)) * _ITEM
+    # And the head: one that is tied is copied where its format is not the embedding's.
+    embedding = 2 * shape.embedding_numel * _ITEM
     stays = process_nbytes() + SLACK_NBYTES + widening_nbytes(shape) + embedding
     stays += resident_nbytes(shape, "fp32") - shape.embedding_numel * _ITEM
     stays += max(sum(matrix.numel for matrix in layer.dense) for layer in shape.layers) * _ITEM
@@ -374,7 +381,8 @@ def _run(
         errors.watch(layers)
         token_ids = errors.repeat(token_ids)
     if formats is not None:
-        model.get_output_embeddings().register_forward_pre_hook(lambda head, _: formats.set_head(head))
+        weight = model.get_input_embeddings().weight
+        model.get_output_embeddings().register_forward_pre_hook(lambda head, _: formats.set_head(head, weight))
     with torch.no_grad(), formats or nullcontext():
         logits = model(input_ids=token_ids, use_cache=False, logits_to_keep=rows).logits.float()
     return Passed(logits[:count], torch.stack(hidden), None if local is None else logits[count:])

@@ -339,7 +339,8 @@ class Loading:
             cohorts = self._cohorts(opened)
             streamed = StreamedWeights(self.memory, self.plan, layers, store, stream)
             opened.callback(streamed.close)
-            install_head(self.model, self.shards.head, streamed.head_shard, self.compute)
+            tied = self.source.shape.head is None
+            install_head(self.model, self.shards.head, streamed.head_shard, self.compute, tied)
             if self.compute.deterministic:
                 # Routers are transformers' own: with tiles a row's scores do not depend on the number of rows.
                 for layer in layers:

@@ -230,11 +230,17 @@ class LayerAssembly:
             )
 
 
-def install_head(model: Any, layout: ShardLayout | None, shard: torch.Tensor | None, compute: ParallelMatmul) -> None:
-    """Binds the output head to its own shard or, if it is tied (no layout), to the embedding [V, D] in place."""
+def install_head(
+    model: Any, layout: ShardLayout | None, shard: torch.Tensor | None, compute: ParallelMatmul, tied: bool
+) -> None:
+    """Binds the output head to its own shard or, without a layout, to the embedding [V, D] in place.
+
+    Rows in front of one that is `tied` to the embedding are not rounded to int8: with SmolLM2 that would lose as much
+    as all other products together.
+    """
     head = model.get_output_embeddings()
     bias = None if head.bias is None else nn.Parameter(head.bias.to(compute.device), requires_grad=False)
-    linear = PackedLinear(bias, compute, per_token=False)
+    linear = PackedLinear(bias, compute, per_token=False, exact=tied)
     if layout is None or shard is None:
         linear.packed = PackedTensor.wrap(model.get_input_embeddings().weight.detach().to(compute.device))
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from inspect import signature
 from itertools import islice
@@ -23,16 +24,20 @@ from ...quant.tensor import PackedTensor
 class PackedLinear(nn.Module):
     """Replaces an nn.Linear; usable while `packed` is bound to bytes in memory.
 
-    Its output is zero for padding rows; only the output head, which gets none, is not `per_token`.
+    Its output is zero for padding rows; only the output head, which gets none, is not `per_token`. Rows of x are never
+    rounded to int8 where it is `exact`.
     """
 
     packed: PackedTensor
 
-    def __init__(self, bias: nn.Parameter | None, compute: ParallelMatmul, per_token: bool = True) -> None:
+    def __init__(
+        self, bias: nn.Parameter | None, compute: ParallelMatmul, per_token: bool = True, exact: bool = False
+    ) -> None:
         super().__init__()
         self.bias = bias
         self.compute = compute
         self.per_token = per_token
+        self.exact = exact
 
     @property
     def weight(self) -> PackedWeight:
@@ -40,7 +45,8 @@ class PackedLinear(nn.Module):
         return PackedWeight(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.product(x, self.bias)
+        with self.compute.in_floats() if self.exact else nullcontext():
+            return self.product(x, self.bias)
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [..., K] -> [..., N], with another bias than its own."""

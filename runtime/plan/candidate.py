@@ -368,7 +368,7 @@ class WeightFootprint:
             self.workspace += (num_workers() - 1) * helper_nbytes(shape, quant, dtype, deterministic)
             self.process, self.resident = process_nbytes(), resident_nbytes(shape, dtype)
         else:
-            self.process, self.resident = device_budget.context_nbytes, on_device_nbytes(shape, dtype)
+            self.process, self.resident = device_budget.context_nbytes, on_device_nbytes(shape, self.shards, dtype)
 
     def graphs_within(self, nbytes: int) -> int:
         """The bytes of graphs, 0 where they are more than `nbytes`."""

@@ -357,10 +357,10 @@ def largest_expert(shards: ModelShards) -> int:
     return max(shards.expert_nbytes, default=0)
 
 
-def on_device_nbytes(shape: ModelShape, dtype: str) -> int:
+def on_device_nbytes(shape: ModelShape, shards: ModelShards, dtype: str) -> int:
     """Bytes that are always on a device: norms, routers, biases; the embedding only where it is the head too."""
     embedding = shape.embedding_numel * ITEM_NBYTES[dtype]
-    return resident_nbytes(shape, dtype) - (embedding if shape.head else 0)
+    return resident_nbytes(shape, dtype) - (embedding if shards.head else 0)
 
 
 def beside_device_nbytes(shape: ModelShape, dtype: str, device: DeviceBudget, encoder_nbytes: int) -> int:

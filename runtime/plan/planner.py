@@ -559,7 +559,7 @@ class _Search:
         lack = "--deterministic takes torch's attention" if settings.deterministic else library.lack()
         needs = AttentionNeeds(heads, weights.gpu, interpreted(), latent, indexed, lack)
         attention = choose_attention(settings.attention, needs)
-        reads_embedding = placement.ring_nbytes and shape.head and not weights.on_device
+        reads_embedding = placement.ring_nbytes and weights.shards.head and not weights.on_device
         whole = [count * spec.block for count, spec in zip(blocks, specs, strict=True) if spec.group.window is None]
         return Plan(
             dtype=self.space.dtype,

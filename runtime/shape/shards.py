@@ -41,6 +41,9 @@ KEPT = "kept"
 # some eight times finer than those of 6-bit codes. Floats stay floats.
 BESIDE_KEPT = "int8-g32-f16"
 # The bits of a code, by what `--quant` offers.
+# Of a head that is tied to the embedding, where a format is asked for: tokens are looked up in the embedding as it is.
+TIED_HEAD = "int8"
+
 _CODE_BITS = {name: CODE_BITS[each.codes] or 16 for name, each in QUANT_FORMATS.items()}
 
 
@@ -174,11 +177,10 @@ def token_rows_nbytes(shape: ModelShape, embedding: str | None = None) -> int:
 
 def workspace_nbytes(shape: ModelShape, format_name: str, dtype: str, deterministic: bool) -> int:
     """Scratch that products with any of the model's matrices need."""
-    tied = Matrix("tied head", shape.vocab, shape.hidden)
     dense, routed = get_format(format_name).parts
-    layouts = [_layout(matrix, dense, dtype) for matrix in _dense(shape)]
+    layouts = [_layout(matrix, dense, dtype) for layer in shape.layers for matrix in layer.dense]
     layouts += [_layout(matrix, routed, dtype) for matrix in _experts(shape)]
-    layouts.append(_layout(tied, "none", dtype))
+    layouts.append(_layout(*(_head(shape, dense) or (_tied(shape), "none")), dtype))
     return max(scratch_nbytes(layout, FLOAT_NAMES[dtype], deterministic) for layout in layouts)
 
 
@@ -191,12 +193,24 @@ def helper_nbytes(shape: ModelShape, format_name: str, dtype: str, deterministic
     return max((scratch_nbytes(layout, FLOAT_NAMES[dtype], deterministic) for layout in layouts), default=0)
 
 
-def _dense(shape: ModelShape) -> Iterator[Matrix]:
-    """Every kind of packed matrix but those of experts."""
+def _head(shape: ModelShape, dense: str) -> tuple[Matrix, str] | None:
+    """The output head and what it is packed in, beside layers in the format `dense`; None where it is the embedding."""
+    if shape.head:
+        return shape.head, dense
+    return (_tied(shape), TIED_HEAD) if dense != "none" and dense in QUANT_FORMATS else None
+
+
+def _tied(shape: ModelShape) -> Matrix:
+    return Matrix("lm_head", shape.vocab, shape.hidden)
+
+
+def _matrices(shape: ModelShape) -> Iterator[Matrix]:
+    """Every kind of matrix that the checkpoint has for products."""
     if shape.head:
         yield shape.head
     for layer in shape.layers:
         yield from layer.dense
+    yield from _experts(shape)
 
 
 def _experts(shape: ModelShape) -> Iterator[Matrix]:
@@ -271,7 +285,7 @@ class LayerShards:
 
 @dataclass(frozen=True)
 class ModelShards:
-    """Everything that is packed; `head` is None where it is tied to the embedding.
+    """Everything that is packed; `head` is None where it is the embedding itself.
 
     The dense shards of the first `held` layers never stream: layer 0 has the blocks that others share.
     """
@@ -350,7 +364,8 @@ def model_shards(shape: ModelShape, format_name: str, dtype: str, order: str = "
     dense, routed = get_format(format_name).parts
     layers = tuple(_layer_shards(layer, dense, routed, dtype, order) for layer in shape.layers)
     held = int(any(matrix.name.startswith(SHARED) for matrix in shape.layers[0].dense))
-    return ModelShards(layers, _shard((shape.head,), dense, dtype, order) if shape.head else None, held)
+    head = _head(shape, dense)
+    return ModelShards(layers, _shard((head[0],), head[1], dtype, order) if head else None, held)
 
 
 def _layer_shards(layer: LayerShape, format_name: str, routed: str, dtype: str, order: str) -> LayerShards:
@@ -381,7 +396,7 @@ def lies_unpacked(shape: ModelShape, format_name: str, dtype: str) -> bool:
     """Whether weights in a format are, byte for byte, runs of the checkpoint's own tensors, so that passes can read
     them there. Headers show it; a store is made by comparing bytes (weights/linking.py)."""
     stored = {each.format for each in shape.stored if each.group != SMALL} or {shape.dtype}
-    floats = all(matrix.bits == 0 for matrix in (*_dense(shape), *_experts(shape)))
+    floats = all(matrix.bits == 0 for matrix in _matrices(shape))
     if format_name != "none" or stored != {dtype} or not floats or shape.model_type not in SUPPORTED:
         return False
     turned = shape.model_type in EITHER_WAY or family(shape.model_type).transposed_experts

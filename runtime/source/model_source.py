@@ -165,8 +165,8 @@ def _recipe(store: Store) -> dict[str, str]:
     return {"quant": quant, "dtype": dtype, "layout": layout}
 
 
-# By format, the number of the planes that it has had, where stores may have others.
-_PLANES = {"int4": 2}
+# By format, the number of what its stores have held, where there may be others: other planes, no head that is tied.
+_PLANES = {"int8": 2, "int4": 3, "nf4": 2, "mxfp4": 2}
 
 
 def recipe(quant: str, dtype: str, layout: str, linked: bool = False, mtp: bool = False) -> Mapping[str, Any]:

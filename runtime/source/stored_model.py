@@ -185,7 +185,8 @@ def read_resident(store: Store, model: PreTrainedModel, *, tied: bool, rows_from
         read_shard(extent, _view(value))
         is_parameter = isinstance(wanted[name], nn.Parameter)
         setattr(module, attribute, nn.Parameter(value, requires_grad=False) if is_parameter else value)
-    model.tie_weights()
+    if tied:
+        model.tie_weights()
 
 
 def extract_files(store: Store, folder: Path) -> None:

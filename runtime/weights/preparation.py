@@ -251,7 +251,7 @@ def window_nbytes(shape: ModelShape, shards: ModelShards, dtype: str, budget: in
     embedding = shape.embedding_numel * item
     stays = process_nbytes() + SLACK_NBYTES + resident_nbytes(shape, dtype) - embedding + widening_nbytes(shape)
     layers = max(_layer_nbytes(*pair, item) for pair in zip(shape.layers, shards.layers, strict=True))
-    head = shape.head.numel * item + shards.head.nbytes if shape.head and shards.head else 0
+    head = (shape.head.numel * item if shape.head else 0) + (shards.head.nbytes if shards.head else 0)
     smallest = stays + max(layers, embedding + head)
     if budget < smallest:
         raise DoesNotFit(

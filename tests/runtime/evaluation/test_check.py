@@ -178,7 +178,8 @@ PLANTED: dict[str, tuple[dict[str, int], tuple[str, str, str], bool, str]] = {
     "keys of a split": (WIDE, ("none", "float", "bf16"), False, "layer 0, attention"),
     "last columns of int8 rows": (NARROW, ("int8", "float", "bf16"), False, "layer 0 "),
     "chunks of a widened tile": (WIDE, ("int4", "float", "bf16"), False, "layer 0, attention"),
-    "rows of a deterministic product": (WIDE, ("none", "float", "bf16"), True, Q),
+    "rows of floats": (WIDE, ("none", "float", "bf16"), False, Q),
+    "rows of a deterministic product": (NARROW, ("none", "float", "bf16"), True, "layer 0, self_attn"),
     "strips of a matrix": (WIDE | {"vocab_size": 3000}, ("int8", "float", "bf16"), True, HEAD),
     "vectors that are rotated": (WIDE, ("none", "float", "int4"), True, "layer 0, attention"),
 }
@@ -200,6 +201,8 @@ def test_every_planted_bug_has_a_check_or_a_reason() -> None:
 @needs_library
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_named_with_its_layer_and_module(bug: str, checkpoint: Callable[..., Path]) -> None:
+    if not BUGS[bug].is_here:
+        pytest.skip(f"code for {BUGS[bug].most_isa} alone")
     changes, (quant, compute, kv), deterministic, part = PLANTED[bug]
     family = "llama" if "intermediate_size" in changes else "qwen3_moe"
     folder, options = checkpoint(family, **changes), {"quant": quant, "compute": compute, "kv": kv}

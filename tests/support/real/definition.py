@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 from moedge.quant.formats.format import get_format
 from moedge.quant.tensor import pack_into
+from moedge.runtime.shape.shards import TIED_HEAD
 from support.real.measure import Found
 from support.real.rotation import unpacked
 from support.real.text import ANSWER, QUESTIONS, windows
@@ -32,12 +33,7 @@ class Stock:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         head = self.model.get_output_embeddings()
         head.weight = nn.Parameter(head.weight.detach().clone())
-        # A head that is the embedding, too, stays a float matrix.
-        self._linears = [
-            (name, module)
-            for name, module in self.model.named_modules()
-            if isinstance(module, nn.Linear) and not (name == "lm_head" and self.model.config.tie_word_embeddings)
-        ]
+        self._linears = [(name, module) for name, module in self.model.named_modules() if isinstance(module, nn.Linear)]
         # As the file has them: a definition in bf16 rounds the embedding and the norms too.
         self._parameters = {name: each.detach().clone() for name, each in self.model.named_parameters()}
 
@@ -55,8 +51,10 @@ class Stock:
             parameter.data = self._parameters[name].to(DTYPES[packed_from]).to(DTYPES[dtype])
         for name, module in self._linears:
             weight = self._parameters[f"{name}.weight"].to(DTYPES[packed_from])
-            module.weight.data = rounded_to(weight, quant).to(DTYPES[dtype])
-            if compute == "int8":
+            # A head that is the embedding, too, has a format of its own, and its inputs are not rounded.
+            tied = name == "lm_head" and self.model.config.tie_word_embeddings
+            module.weight.data = rounded_to(weight, TIED_HEAD if tied and quant != "none" else quant).to(DTYPES[dtype])
+            if compute == "int8" and not tied:
                 module.register_forward_pre_hook(lambda _, given: (round_activations(given[0]), *given[1:]))
         if dtype == "bf16":
             for module in linears:
