@@ -151,7 +151,7 @@ def _changes(request: PlanRequest, result: PlanResult) -> Iterator[list[tuple[st
         offered = offered_formats(request.shape)
         lossier = offered[offered.index(result.plan.quant) + 1 :] if result.plan.quant in offered else ()
         yield [(f"--quant {quant}", request.with_settings(quant=quant)) for quant in lossier]
-    if request.shape.num_experts and result.plan.streams and request.budget.device is None:
+    if request.shape.num_experts and result.plan.streams:
         mixed = [name for name in MIXED_FORMATS if name.startswith(f"{result.plan.quant}+")]
         yield [(f"--experts {name.rpartition('+')[2]}", request.with_settings(quant=name)) for name in mixed]
     if result.plan.kv != "int4" and request.settings.kv != "int4":

@@ -50,8 +50,9 @@ def library_packs(weight: Tensor, layout: Layout) -> bool:
     What `--quant` makes of bfloat16 weights on a CPU, in every order that is used where there is the library. Others,
     and float16 and float32 weights, are left to the codecs.
     """
-    orders = {"int8": (ROWS,), "int3": (TILES,)}.get(layout.codes, tuple(_ORDERS))
-    known = layout.format in _FORMATS and layout.order in orders
+    orders = (ROWS,) if layout.codes == "int8" else tuple(_ORDERS)
+    whole = layout.codes != "int3" or layout.shape[0] % tiles.BLOCK_ROWS == 0
+    known = layout.format in _FORMATS and layout.order in orders and whole
     return known and layout.dtype == "bfloat16" and weight.device.type == "cpu" and available()
 
 
@@ -64,6 +65,8 @@ def pack_by_library(
     """
     if weight.stride(1) != 1:
         weight = weight.contiguous()
+    if layout.codes == "int3" and layout.order == ROWS:
+        return _pack_by_tiles(weight, layout, planes, importance)
     codes, scales, *factors = planes
     some = NativePacking(
         x=weight.data_ptr(),
@@ -79,6 +82,16 @@ def pack_by_library(
     )
     function("moedge_pack", POINTER(NativePacking))(byref(some))
     return bool(some.finite)
+
+
+def _pack_by_tiles(weight: Tensor, layout: Layout, planes: tuple[Tensor, ...], importance: Tensor | None) -> bool:
+    """`pack_by_library` in order `tiles`, then row after row."""
+    tiled = get_format(layout.format).in_order(TILES).layout((weight.shape[0], weight.shape[1]), layout.dtype)
+    made = PackedTensor.bind(tiled, torch.empty(tiled.nbytes, dtype=torch.uint8)).planes
+    finite = pack_by_library(weight, tiled, made, importance)
+    for plane, rows in zip(planes, tiles.by_rows(made, layout.codes), strict=True):
+        plane.copy_(rows)
+    return finite
 
 
 class Codec(Protocol):
@@ -241,25 +254,27 @@ def pack_into(
     columns = importance if layout.format in EXPERT_FORMATS else None
 
     def pack_rows(rows: slice) -> None:
-        if not pack_part(weight[rows], layout, packed.rows(rows), columns):
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            finite = pack_part(weight[rows], layout, packed.rows(rows), columns)
+        finally:
+            torch.set_num_threads(num_threads)
+        if not finite:
             raise _not_finite(weight)
 
-    for_each(row_chunks(layout.shape, layout.row_block, LIBRARY_CHUNK if library else PACK_CHUNK), pack_rows)
+    block = tiles.BLOCK_ROWS if library and layout.codes == "int3" else layout.row_block
+    for_each(row_chunks(layout.shape, block, LIBRARY_CHUNK if library else PACK_CHUNK), pack_rows)
     return packed
 
 
 def _pack_by_codec(part: Tensor, layout: Layout, planes: tuple[Tensor, ...], importance: Tensor | None = None) -> bool:
-    """Packs some rows on one thread; False if weights are NaN or infinite."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        if finite := is_finite(part):
-            # Those of the formats of experts take it.
-            pack_part: Callable[..., None] = CODECS[layout.codes, layout.order].pack
-            pack_part(part, planes, *([] if importance is None else [importance]))
-        return finite
-    finally:
-        torch.set_num_threads(num_threads)
+    """Packs some rows; False if weights are NaN or infinite."""
+    if finite := is_finite(part):
+        # Those of the formats of experts take it.
+        pack_part: Callable[..., None] = CODECS[layout.codes, layout.order].pack
+        pack_part(part, planes, *([] if importance is None else [importance]))
+    return finite
 
 
 # The bits of infinity; larger ones are NaN.

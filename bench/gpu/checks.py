@@ -31,7 +31,7 @@ FAMILIES = (
 # With Triton's kernels: weight and KV formats, sinks and windows, no experts.
 WITH_KERNELS = (
     ("mixtral", "none", "fp32"), ("qwen3_moe", "nf4", "int4"), ("gpt_oss", "int8", "int8"),
-    ("mixtral", "nf4", "int8/int4"), ("gemma3_text", "none", "int8"),
+    ("mixtral", "nf4", "int8/int4"), ("gemma3_text", "none", "int8"), ("qwen3_moe", "int4+int3", "int8"),
 )  # fmt: skip
 KERNELS = (8, 6)
 

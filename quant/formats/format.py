@@ -80,6 +80,8 @@ ROWS, INT4PACK, NF4PACK, TILES = "rows", "int4pack", "nf4pack", "tiles"
 _BLOCK_ROWS = {ROWS: 1, INT4PACK: 64, NF4PACK: 32, TILES: 32}
 # In order `tiles`, columns are read in chunks of this many.
 TILE_COLUMNS = 32
+# Row after row, codes of three bits lie in chunks of this many columns, or of the largest part of it that divides K.
+JOINED_COLUMNS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +137,7 @@ INTEGER_CODES = ("int4", "e2m1", "int3", "int8")
 
 
 class Assumed(NamedTuple):
-    """What plans assume of a format of `--quant` on a machine that nobody measured.
+    """What plans assume of a format of `--quant` or `--experts` on a machine that nobody measured.
 
     The bytes of a weight that a GPU reads, with its scales; those that torch moves to multiply by it where no kernel
     does: unpacked, widened, read (tests/runtime/plan/test_device_costs.py); and the bytes per second that are packed by
@@ -169,8 +171,8 @@ class WeightFormat:
                                              share the factors d and dmin, float16, as in GGUF's Q4_K
 
     `order` is the order of codes. `rates` names another format that computes about as fast. `auto`: `--quant auto`
-    considers it. `assumed` have the formats of `--quant`. `experts` is the format of routed experts, where that is
-    another: all other matrices are in the one that `rates` names.
+    considers it. `assumed` have the formats of `--quant` and `--experts`. `experts` is the format of routed experts,
+    where that is another: all other matrices are in the one that `rates` names.
     """
 
     name: str
@@ -378,7 +380,16 @@ QUANT_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
 )
 # What `--experts` offers: matrices of routed experts alone are quantized to these. `auto` takes none of them.
 EXPERT_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
-    {"int3": WeightFormat("int3", "int3", 32, "bfloat16", rates="int4")}
+    {
+        "int3": WeightFormat(
+            "int3",
+            "int3",
+            32,
+            "bfloat16",
+            rates="int4",
+            assumed=Assumed(0.44, 19.1, 6e6, 1.2e9, {8: (2.7, 3.7, 4.8), 9: (2.7, 3.6, 4.7)}, 0.3),
+        )
+    }
 )
 # A model with such experts, by the name that plans, stores and journals have for the formats of both: int8+int3.
 MIXED_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
@@ -389,7 +400,7 @@ MIXED_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
     }
 )
 ASSUMED: Mapping[str, Assumed] = MappingProxyType(
-    {name: each.assumed for name, each in QUANT_FORMATS.items() if each.assumed}
+    {name: each.assumed for name, each in chain(QUANT_FORMATS.items(), EXPERT_FORMATS.items()) if each.assumed}
 )
 FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
     {**QUANT_FORMATS, **EXPERT_FORMATS, **{each.name: each for each in _formats_of_checkpoints()}}

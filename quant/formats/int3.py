@@ -4,22 +4,30 @@ weight = (code - 4) * scale, with codes from 0 to 7 and scales bfloat16 [N, K/32
 weight farthest from 0, which no code on the other side could hold. A zero beside the scale would lose more: its
 rounding is the same for all weights of a group, and products add it up (bench/results/quality.md).
 
-Codes are uint8 [N, 3 K/8]. Those of 32 columns of a row are 12 bytes: eight with the lower two bits of four columns
-each, then four with the upper bit of eight columns each, the first column in the lowest bits.
+Codes are uint8 [N, 3 K/8]. Of 128 columns of a row, [4, 16, 2] as [group, pair, parity], there are 48 bytes: 16 with
+the lower two bits of groups 0 and 1, 16 with those of groups 2 and 3, and 16 with the upper bits of all. A byte belongs
+to a pair; its lower half has the even column of each group, the first in the lowest bits, and the upper half the odd
+ones, so that two masks find the codes of eight columns in a word (kernels/decode.py). Where 128 does not divide K, 64
+or 32 columns lie together, with several pairs in a byte, one after the other.
 """
 
 from __future__ import annotations
+
+from math import gcd
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from . import lookup
+from .format import JOINED_COLUMNS
 from .int8 import ROUNDER
 
 GROUP = 32
 # The code of a weight of 0.
 MIDDLE = 4
+# What codes stand for, in steps of a scale.
+LEVELS = tuple(float(code - MIDDLE) for code in range(8))
 # Below this, a group's weights are taken for 0.
 SMALLEST = 1e-30
 LARGEST_SCALE = torch.finfo(torch.bfloat16).max / MIDDLE
@@ -49,7 +57,7 @@ def pack(weight: Tensor, planes: tuple[Tensor, ...], importance: Tensor | None =
         step = torch.where(whole > 0, _sum(weighted * numbers) / whole, step)
     scales.copy_((step * unit).clamp_(-LARGEST_SCALE, LARGEST_SCALE).squeeze(2))
     numbers = _steps(groups, scales.float().unsqueeze(2)).add_(MIDDLE)
-    codes.copy_(join(numbers.to(torch.uint8)).flatten(1))
+    codes.copy_(join_rows(numbers.to(torch.uint8).flatten(1)))
 
 
 def _steps(numbers: Tensor, step: Tensor) -> Tensor:
@@ -69,26 +77,71 @@ def unpack(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> None:
     """Writes the matrix into `out` [n, K], rounded once from float32."""
     codes, scales = planes
     for rows in lookup.chunks_of(out):
-        groups = split(codes[rows].reshape(-1, codes.shape[1] // 12, 12)).float().sub_(MIDDLE)
-        # A number for each weight: on a CPU, multiplying by one number a group would start a loop for every group.
-        groups.mul_(scales[rows].float().unsqueeze(2).expand_as(groups).contiguous())
-        out[rows].copy_(groups.flatten(1))
+        steps = split_rows(codes[rows]).view(torch.int8).sub_(MIDDLE).view(-1, scales.shape[1], GROUP)
+        torch.mul(steps, scales[rows].float().unsqueeze(2), out=out[rows].view_as(steps))
 
 
-def join(numbers: Tensor, width: int = 1) -> Tensor:
+# How many columns a byte has the lower two bits of, and the upper one.
+_LOW, _HIGH = 4, 8
+
+
+def join_rows(numbers: Tensor) -> Tensor:
+    """Numbers from 0 to 7, uint8 [n, K], as codes [n, 3 K/8]."""
+    chunks = numbers.view(len(numbers), -1, gcd(numbers.shape[1], JOINED_COLUMNS))
+    (low, pairs), (high, others) = (_arranged(chunks, count) for count in (_LOW, _HIGH))
+    return torch.cat([_joined(low & 3, _LOW, pairs), _joined(high >> 2, _HIGH, others)], 2).flatten(1)
+
+
+def split_rows(codes: Tensor) -> Tensor:
+    """The inverse of `join_rows`."""
+    columns = gcd(codes.shape[1] // 3 * 8, JOINED_COLUMNS)
+    planes = codes.view(len(codes), -1, columns * 3 // 8).tensor_split([columns // _LOW], 2)
+    low, high = (_in_order(plane, count, columns) for plane, count in zip(planes, (_LOW, _HIGH), strict=True))
+    return torch.bitwise_or(low, high << 2)
+
+
+def _together(columns: int, count: int) -> tuple[int, int]:
+    """Of `columns`, `count` of them a byte: the groups that a byte has columns of, and the bytes of these groups."""
+    groups = min(columns // GROUP, count // 2)
+    return groups, groups * GROUP // count
+
+
+def _arranged(chunks: Tensor, count: int) -> tuple[Tensor, int]:
+    """Columns [n, chunks, C] in the order in which every `count` runs share bytes, and the length of a run."""
+    groups, width = _together(chunks.shape[2], count)
+    parts = chunks.view(*chunks.shape[:2], -1, groups, GROUP // 2 // width, width, 2)
+    return parts.permute(0, 1, 2, 4, 6, 3, 5).flatten(2), width
+
+
+def _in_order(plane: Tensor, count: int, columns: int) -> Tensor:
+    """The bits of a plane [n, chunks, columns / count] by columns: [n, K]."""
+    groups, width = _together(columns, count)
+    parts = _parted(plane, count, width).view(*plane.shape[:2], -1, GROUP // 2 // width, 2, groups, width)
+    return parts.permute(0, 1, 2, 5, 3, 6, 4).flatten(1)
+
+
+def join(numbers: Tensor, width: int) -> Tensor:
     """Numbers from 0 to 7, uint8 [..., n * width], as bytes [..., 3 n * width / 8]: first `width` bytes for every four
     runs of `width` numbers with their lower two bits, then `width` for every eight with the upper one."""
-    low = (numbers & 3).view(*numbers.shape[:-1], -1, 4, width) << _shifts(numbers, 4)
-    high = (numbers >> 2).view(*numbers.shape[:-1], -1, 8, width) << _shifts(numbers, 8)
-    return torch.cat([each.sum(-2, dtype=torch.uint8).flatten(-2) for each in (low, high)], -1)
+    return torch.cat([_joined(numbers & 3, _LOW, width), _joined(numbers >> 2, _HIGH, width)], -1)
 
 
-def split(codes: Tensor, width: int = 1) -> Tensor:
+def split(codes: Tensor, width: int) -> Tensor:
     """The inverse of `join`."""
-    lower = codes.shape[-1] // 3 * 2
-    low = codes[..., :lower].reshape(*codes.shape[:-1], -1, 1, width) >> _shifts(codes, 4) & 3
-    high = codes[..., lower:].reshape(*codes.shape[:-1], -1, 1, width) >> _shifts(codes, 8) & 1
-    return torch.bitwise_or(low.flatten(-3), high.flatten(-3) << 2)
+    low, high = codes.tensor_split([codes.shape[-1] // 3 * 2], -1)
+    return torch.bitwise_or(_parted(low, _LOW, width), _parted(high, _HIGH, width) << 2)
+
+
+def _joined(bits: Tensor, count: int, width: int) -> Tensor:
+    """Every `count` runs of `width` numbers of 8 / `count` bits as `width` bytes, the first in the lowest bits."""
+    runs = bits.view(*bits.shape[:-1], -1, count, width) << _shifts(bits, count)
+    return runs.sum(-2, dtype=torch.uint8).flatten(-2)
+
+
+def _parted(plane: Tensor, count: int, width: int) -> Tensor:
+    """The inverse of `_joined`."""
+    runs = plane.reshape(*plane.shape[:-1], -1, 1, width) >> _shifts(plane, count)
+    return (runs & (1 << 8 // count) - 1).flatten(-3)
 
 
 def _shifts(like: Tensor, count: int) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..native import calls
 from . import int3
-from .format import TILE_COLUMNS, row_chunks
+from .format import row_chunks
 
 BLOCK_ROWS = 32
 # The bytes of four columns of half a block of three-bit codes.
@@ -27,7 +27,7 @@ def interleave_codes(codes: Tensor, out: Tensor, kind: str) -> None:
     """Writes codes of type `kind`, row after row, into `out` in order `tiles`; rows are a multiple of BLOCK_ROWS."""
     if kind == "int3":
         chunks = codes.shape[1] // 12
-        rows = int3.split(codes.reshape(-1, chunks, 12)).view(-1, 2, BLOCK_ROWS // 2, chunks, 8, 4)
+        rows = int3.split_rows(codes).view(-1, 2, BLOCK_ROWS // 2, chunks, 8, 4)
         out.view(-1).copy_(int3.join(rows.permute(0, 3, 4, 1, 2, 5).flatten(2), _JOINED).view(-1))
         return
     if kind == "int8":
@@ -44,7 +44,7 @@ def deinterleave_codes(codes: Tensor, kind: str) -> Tensor:
     if kind == "int3":
         chunks = int3.split(codes.view(-1).view(-1, codes.shape[1] // 12, 12 * BLOCK_ROWS), _JOINED)
         rows = chunks.view(*chunks.shape[:2], 8, 2, BLOCK_ROWS // 2, 4).permute(0, 3, 4, 1, 2, 5)
-        return int3.join(rows.reshape(len(codes), -1, TILE_COLUMNS)).flatten(1)
+        return int3.join_rows(rows.reshape(len(codes), -1))
     if kind == "int8":
         return _bytes(codes).transpose(1, 2).reshape(codes.shape)
     first, second = _nibbles(codes).transpose(1, 2).unbind(-1)

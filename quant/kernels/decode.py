@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..formats import mxfp4, nf4
+from ..formats import int3, mxfp4, nf4
 
 # Indices into four bytes, of which two are the halves of a number: of the 1st and 3rd of four codes, and of the others.
 _FIRST, _SECOND = "0x6240", "0x7351"
@@ -31,8 +31,9 @@ def byte_tables(levels: Sequence[float]) -> list[int]:
 WORDS = {
     "nf4": [*byte_tables(nf4.LEVELS), 0x0000FF00],
     "e2m1": [*byte_tables(mxfp4.MAGNITUDES), 0x80808080],
+    "int3": byte_tables(int3.LEVELS),
 }
-LEVELS = {"nf4": nf4.LEVELS, "e2m1": mxfp4.LEVELS}
+LEVELS = {"nf4": nf4.LEVELS, "e2m1": mxfp4.LEVELS, "int3": int3.LEVELS}
 _WARP = 32
 
 
@@ -101,6 +102,24 @@ E2M1_ASM = _asm(
 )
 E2M1_OPERANDS = _constraints(5)
 
+# As its index, each level of three bits is one of eight bytes.
+_EIGHT = [f"prmt.b32 l, {_word(0)}, {_word(1)}, s", f"prmt.b32 h, {_word(2)}, {_word(3)}, s"]
+
+
+def _int3_asm(group: int) -> str:
+    """Of bytes with the lower bits of two groups and bytes with the upper ones of four, the numbers of one group."""
+    low = f"shr.u32 s, $4, {group % 2 * 2}"
+    high = f"shl.b32 t, {_word(4)}, {2 - group}" if group < 2 else f"shr.u32 t, {_word(4)}, {group - 2}"
+    # (t & 0x44444444) | s: the indices of eight columns.
+    joined = (low, high, "and.b32 s, s, 0x33333333", "lop3.b32 s, t, 0x44444444, s, 0xea")
+    assembly: str = _asm(*joined, *_half(0, *_EIGHT), *_half(1, "shr.u32 s, s, 16", *_EIGHT)).value
+    return assembly
+
+
+# By group.
+INT3_ASM = tl.constexpr(tuple(_int3_asm(group) for group in range(4)))
+INT3_OPERANDS = tl.constexpr(_constraints(4).value + ",r")
+
 # 128 + code: a code is the end of the mantissa of a bfloat16 from 128 to 256.
 _INTEGERS = ("prmt.b32 ${0}, t, c, 0x4140", "prmt.b32 ${1}, t, c, 0x4342")
 INT4_ASM = _asm(
@@ -144,6 +163,9 @@ def load_table(table, S: tl.constexpr):
         elif S.codes == "e2m1":
             at = table + lane()
             words = (tl.load(at), tl.load(at + 32), tl.load(at + 64), tl.load(at + 96), tl.load(at + 128))
+        elif S.codes == "int3":
+            at = table + lane()
+            words = (tl.load(at), tl.load(at + 32), tl.load(at + 64), tl.load(at + 96))
     return words
 
 
@@ -181,6 +203,28 @@ def decode_pairs(pairs, table, S: tl.constexpr):
     if S.codes == "nf4":
         low, high = high, low
     return low, high
+
+
+@triton.jit
+def decode_threes(low, high, table, GROUP: tl.constexpr, S: tl.constexpr):
+    """The numbers of even and of odd columns of one group, in S.dtype, from the bytes of their lower bits, which two
+    groups share, and of their upper ones (formats/int3.py)."""
+    if S.dtype == tl.bfloat16:
+        ASM: tl.constexpr = INT3_ASM[GROUP]
+        even, odd = tl.inline_asm_elementwise(
+            ASM,
+            INT3_OPERANDS,
+            (low,) + table + (high,),  # noqa: RUF005
+            (tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        low >>= GROUP % 2 * 2
+        high >>= GROUP
+        even = tl.load(table + ((low & 3) | ((high & 1) << 2))).to(S.dtype)
+        odd = tl.load(table + (((low >> 4) & 3) | ((high >> 4 & 1) << 2))).to(S.dtype)
+    return even, odd
 
 
 @triton.jit

@@ -121,7 +121,7 @@ class Sizes(NamedTuple):
 
     @property
     def pairs(self) -> bool:
-        """Whether two codes are a byte."""
+        """Whether even and odd columns are multiplied apart, as codes lie that are less than a byte."""
         return self.codes not in ("none", "int8")
 
     @property

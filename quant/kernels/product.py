@@ -13,7 +13,7 @@ import triton.language as tl
 from ..formats.format import ROWS, Layout
 from ..tensor import PackedTensor, torch_dtype
 from . import decode
-from .decode import decode_int8, decode_pairs, load_table, multiply_add
+from .decode import decode_int8, decode_pairs, decode_threes, load_table, multiply_add
 from .gpu import interpreted
 from .operands import Gate, Packed, ProductOperands, Sizes, Stack, Tiles
 from .tuning import TILE_ROWS, capability_of, tile_rows, tiles_for
@@ -114,7 +114,7 @@ def multiply(x, sources, live, packed, table, matrix, outputs, inside, S: tl.con
         for part in tl.static_range(PARTS):
             begin = start + part * (S.depth // S.parts)
             inputs = load_inputs(x, sources, live, begin, S)
-            sums = add_products(sums, inputs, packed, table, scales[part], place, begin, S)
+            sums = add_products(sums, inputs, packed, table, scales[part], place, begin, S, part)
     return finish(sums, packed, matrix, outputs, inside, S)
 
 
@@ -133,8 +133,8 @@ def multiply_gated(x, sources, live, packed, table, matrix, outputs, inside, S: 
         for part in tl.static_range(PARTS):
             begin = start + part * (S.depth // S.parts)
             inputs = load_inputs(x, sources, live, begin, S)
-            sums = add_products(sums, inputs, packed, table, of_gates[part], gate_place, begin, S)
-            others = add_products(others, inputs, packed, table, of_ups[part], up_place, begin, S)
+            sums = add_products(sums, inputs, packed, table, of_gates[part], gate_place, begin, S, part)
+            others = add_products(others, inputs, packed, table, of_ups[part], up_place, begin, S, part)
     sums = finish(sums, packed, matrix, gates, inside, S)
     others = finish(others, packed, matrix, ups, inside, S)
     # Triton 3.6 does not accept an attribute that is a string as a constant.
@@ -143,13 +143,13 @@ def multiply_gated(x, sources, live, packed, table, matrix, outputs, inside, S: 
 
 
 @triton.jit
-def add_products(sums, inputs, packed, table, scales, place, start, S: tl.constexpr):
+def add_products(sums, inputs, packed, table, scales, place, start, S: tl.constexpr, PART: tl.constexpr):
     """sums [S.rows, S.outputs] plus the products of the columns from `start` on that share a scale.
 
     `place` is the matrix, the rows of it [S.outputs], and which of them exist.
     """
     if S.pairs:
-        first, second = load_pairs(packed, table, scales, place, start, S)
+        first, second = load_pairs(packed, table, scales, place, start, S, PART)
         sums = tl.dot(inputs[0], tl.trans(first), sums, input_precision="ieee")
         sums = tl.dot(inputs[1], tl.trans(second), sums, input_precision="ieee")
     else:
@@ -173,8 +173,8 @@ def start_of(stack, matrix):
 def load_inputs(x, sources, live, start, S: tl.constexpr):
     """Activations [S.rows, S.depth] in S.dtype, from column `start` on.
 
-    Where two codes are a byte, those of even columns and those of odd ones, [S.rows, S.depth / 2] each: a product each
-    needs no codes in another order.
+    Where several codes are a byte, those of even columns and those of odd ones, [S.rows, S.depth / 2] each: a product
+    each needs no codes in another order.
     """
     if not S.pairs:
         columns = start + tl.arange(0, S.depth // S.parts)
@@ -213,14 +213,17 @@ def load_weights(packed, scales, place, start, S: tl.constexpr):
 
 
 @triton.jit
-def load_pairs(packed, table, scales, place, start, S: tl.constexpr):
+def load_pairs(packed, table, scales, place, start, S: tl.constexpr, PART: tl.constexpr):
     """Weights of even and of odd columns, [S.outputs, S.depth / 2] each, in S.dtype (formats.format.WeightFormat)."""
     matrix, outputs, inside = place
-    WIDTH: tl.constexpr = S.num_columns // 2
-    columns = start // 2 + tl.arange(0, S.depth // S.parts // 2)
-    offsets = outputs.to(tl.int64)[:, None] * WIDTH + columns[None, :]
-    pairs = tl.load(start_of(packed.codes, matrix) + offsets, mask=inside[:, None], other=0)
-    first, second = decode_pairs(pairs, table, S)
+    if S.codes == "int3":
+        first, second = decode_threes(scales[1], scales[2], table, PART, S)
+    else:
+        WIDTH: tl.constexpr = S.num_columns // 2
+        columns = start // 2 + tl.arange(0, S.depth // S.parts // 2)
+        offsets = outputs.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+        pairs = tl.load(start_of(packed.codes, matrix) + offsets, mask=inside[:, None], other=0)
+        first, second = decode_pairs(pairs, table, S)
     added = tl.full((1, 1), -0.0, S.dtype)
     if S.codes == "int4":
         origin = tl.full((1, 1), -136.0, S.dtype)
@@ -242,7 +245,8 @@ def load_pairs(packed, table, scales, place, start, S: tl.constexpr):
 def load_scales(packed, place, start, S: tl.constexpr):
     """The scales and zeros of S.parts groups from column `start` on: for each [S.outputs] in S.dtype.
 
-    Zero points are less 128, since codes are more by that; without zeros, the second are the scales again.
+    Zero points are less 128, since codes are more by that; without zeros, the second are the scales again. Of int3, the
+    second and third are bytes of codes [S.outputs, 16], which groups share.
     """
     matrix, outputs, inside = place
     scales = ((start,),)
@@ -265,7 +269,44 @@ def load_scales(packed, place, start, S: tl.constexpr):
             else:
                 zeros = -128.0 - zeros
         scales = parts_of(factors.to(S.dtype), zeros.to(S.dtype), S)
+        if S.codes == "int3":
+            scales = with_codes(scales, packed, place, start, S)
     return scales
+
+
+@triton.jit
+def with_codes(scales, packed, place, start, S: tl.constexpr):
+    """The scales of S.depth columns, whose codes lie together (formats/int3.py), each with the bytes of its group."""
+    matrix, outputs, inside = place
+    LOW: tl.constexpr = S.depth // 4
+    HIGH: tl.constexpr = S.depth // 8
+    pairs, mask = tl.arange(0, 16), inside[:, None]
+    begin = outputs.to(tl.int64)[:, None] * (S.num_columns // 32 * 12) + start // S.depth * (LOW + HIGH)
+    codes = start_of(packed.codes, matrix) + begin
+    low_bytes = pairs if S.parts > 1 else pairs % LOW
+    high_bytes = pairs if S.parts == 4 else pairs % HIGH
+    low = tl.load(codes + low_bytes[None, :], mask=mask, other=0)
+    high = tl.load(codes + (high_bytes + LOW)[None, :], mask=mask, other=0)
+    if S.parts == 4:
+        others = tl.load(codes + (pairs + 16)[None, :], mask=mask, other=0)
+        first, second = (scales[0][0], low, high), (scales[1][0], low, high)
+        found = (first, second, (scales[2][0], others, high), (scales[3][0], others, high))
+    else:
+        high = spread(high, pairs // HIGH, S.parts)
+        if S.parts == 2:
+            found = ((scales[0][0], low, high), (scales[1][0], low, high))
+        else:
+            found = ((scales[0][0], spread(low, pairs // LOW, 2), high),)
+    return found
+
+
+@triton.jit
+def spread(codes, places, WIDTH: tl.constexpr):
+    """Of bytes [S.outputs, 16] that several pairs of columns share, the 2 * WIDTH bits at a pair's place: the first
+    half from the lowest bit on, the second from the fifth on."""
+    bits = codes >> (places * (2 * WIDTH)).to(tl.uint8)[None, :]
+    MASK: tl.constexpr = 2**WIDTH - 1
+    return (bits & MASK) | (((bits >> WIDTH) & MASK) << 4)
 
 
 @triton.jit

@@ -17,6 +17,7 @@ from ...offload.budget import GIB
 from ...offload.machine.hardware import Hardware
 from ...offload.machine.profile import Machine
 from ...quant.formats.format import QUANT_FORMATS, get_format
+from ...quant.kernels import tuning
 from ...quant.kernels.gpu import Gpu, interpreted
 from ...quant.native import library
 from ..attention.choice import AttentionNeeds, choose_attention, stores_by_kernel
@@ -297,11 +298,10 @@ def solve(request: PlanRequest) -> PlanResult:
     """
     if request.budget.device is not None and request.settings.compute == "int8":
         raise SettingError("compute int8 multiplies on the CPU; give --gpu-mem 0 with it")
-    if request.budget.device is not None and "+" in request.settings.quant:
-        experts = request.settings.quant.partition("+")[2]
+    experts = request.settings.quant.partition("+")[2]
+    if request.budget.device is not None and experts and experts not in tuning.FORMATS:
         raise SettingError(
-            f"--experts {experts} was given with a GPU, whose kernels read no such codes; it computes on the CPU: give "
-            "--gpu-mem 0 with it, or leave --experts away"
+            f"--experts {experts} was given with a GPU, whose kernels read no such codes; give --gpu-mem 0 with it"
         )
     search = _Search(SearchSpace(request))
     best: dict[str, tuple[Plan, Prediction, _Ranked]] = {}

@@ -113,7 +113,7 @@ class WeightOptions(TypedDict, total=False):
     experts: Annotated[
         str,
         Option(
-            "Quantize routed experts to this format, and all else as --quant says; same: experts, too. On the CPU.",
+            "Quantize routed experts to this format, and all else as --quant says; same: experts, too.",
             SAME,
             panel=Panel.PRECISION,
             choices=(SAME, *EXPERT_FORMATS),

@@ -28,11 +28,13 @@ def check(case: Any, fake: Any, plan: Any, temperature: float = 0.0) -> Any:
     return ran
 
 
-@pytest.mark.sample("minimum-qwen3_moe-nf4", "all-llama-none")
+@pytest.mark.sample("minimum-qwen3_moe-nf4", "all-llama-none", "half-qwen3_moe-int4+int3")
 @pytest.mark.parametrize(
     ("family", "quant"),
     [
         ("qwen3_moe", "nf4"),
+        ("qwen3_moe", "int4+int3"),
+        ("mixtral", "int8+int3"),
         ("mixtral", "none"),
         ("gpt_oss", "int8"),
         ("granitemoe", "none"),
@@ -52,15 +54,16 @@ def test_tokens_are_those_of_the_processor(family: str, quant: str, share: float
     assert (fake.num_looks > 0) == (share < 1), "reads of streamed memory were not looked at again"
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("int8+int3-experts mixed", "none-experts on disk")
 @pytest.mark.parametrize("ring_experts", [4, placement.RING_EXPERTS], ids=["experts mixed", "experts on disk"])
+@pytest.mark.parametrize("quant", ["none", "int8+int3"])
 def test_disk_host_and_device_work_as_three_tiers(
-    ring_experts: int, case: Any, fakes: ModuleType, monkeypatch: pytest.MonkeyPatch
+    quant: str, ring_experts: int, case: Any, fakes: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a short ring there is room to stage some of the tiny model's experts, so that one stream has both kinds."""
     monkeypatch.setattr(placement, "RING_EXPERTS", ring_experts)
     fake = fakes.FakeDevice(ring_experts)
-    tiny = case("qwen3_moe")
+    tiny = case("qwen3_moe", quant)
     plan = tiny.three_tiers(fake.device)
     ran = check(tiny, fake, plan)
     assert 0 < ran.from_disk < ran.to_device

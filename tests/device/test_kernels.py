@@ -76,6 +76,7 @@ def test_tokens_are_those_of_stock_transformers(
     ("family", "quant", "kv", "capability"),
     [
         ("qwen3_moe", "nf4", "int4", AMPERE),
+        ("qwen3_moe", "int8+int3", "int8", AMPERE),
         ("mixtral", "int8", "int8/int4", AMPERE),
         ("mixtral", "none", "fp32", TURING),
     ],

@@ -104,6 +104,18 @@ def test_pairs_of_codes(codes: str) -> None:
         assert numbers(high0, high1) == [levels[each >> 4] for each in codes_of]
 
 
+@pytest.mark.parametrize("group", range(4))
+def test_codes_of_three_bits(group: int) -> None:
+    """Any bytes of lower bits beside any of upper ones."""
+    rest = np.random.default_rng(group).permutation(WORDS)
+    for low, high in zip(WORDS, map(int, rest), strict=True):
+        even0, even1, odd0, odd1 = run(decode.INT3_ASM.value[group], 4, low, *words_of("int3"), high)
+        both = list(zip(low.to_bytes(4, "little"), high.to_bytes(4, "little"), strict=True))
+        for half, found in ((0, (even0, even1)), (4, (odd0, odd1))):
+            codes = [x >> half + group % 2 * 2 & 3 | (y >> half + group & 1) << 2 for x, y in both]
+            assert numbers(*found) == [code - 4.0 for code in codes]
+
+
 def test_integers_of_eight_bits() -> None:
     for word in WORDS:
         wanted = np.frombuffer(word.to_bytes(4, "little"), np.int8).astype(float).tolist()

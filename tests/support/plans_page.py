@@ -70,6 +70,16 @@ OTHER: dict[str, tuple[str, str, Settings]] = {
     "`--quant nf4 --max-sequences 1`": ("Qwen3-30B-A3B", "RTX 4090 24GB", Settings(quant="nf4", max_sequences=1)),
     "`--quant nf4 --max-sequences 8`": ("Qwen3-30B-A3B", "RTX 4090 24GB", Settings(quant="nf4", max_sequences=8)),
     "`--kv bf16`": ("gpt-oss-20b", "RTX 3060 12GB", Settings(kv="bf16")),
+    "`--kv int4 --quant int4 --experts int3`": (
+        "Qwen3-Next-80B-A3B",
+        "RTX 3060 12GB",
+        Settings(quant="int4+int3", kv="int4"),
+    ),
+    "`--kv int4 --quant int8 --experts int3`": (
+        "GLM-4.5-Air",
+        "RTX 3060 12GB",
+        Settings(quant="int8+int3", kv="int4"),
+    ),
 }
 COLUMNS = (
     "GPU, RAM", "weights", "on the GPU", "in RAM", "on disk", "KV", "sequences", "tokens per pass", "tok/s",

@@ -11,7 +11,8 @@ VALUES = {"nf4": nf4.LEVELS, "e2m1": mxfp4.LEVELS}
 
 
 def random_planes(chosen: WeightFormat, shape: tuple[int, int], seed: int = 0) -> Planes:
-    """Any codes, scales about 1/16 in the format's dtype, zeros in the middle of the codes; pairs of any bytes."""
+    """Any codes, scales about 1/16 in the format's dtype (of int3 of either sign), zeros in the middle of the codes;
+    pairs of any bytes."""
     generator = torch.Generator().manual_seed(seed)
     num_rows, num_columns = shape
     whole = chosen.codes == "int8"
@@ -30,15 +31,30 @@ def random_planes(chosen: WeightFormat, shape: tuple[int, int], seed: int = 0) -
     if chosen.zeros == "uint8" and not chosen.paired:
         # GPTQ's first version stores zero points minus one: 16 occurs.
         zeros = torch.randint(0, 64 if chosen.block else 17, groups, generator=generator).to(torch.uint8)
+    if chosen.codes == "int3":
+        scales *= 2 * torch.randint(0, 2, groups, generator=generator) - 1
     dtype = torch.uint8 if chosen.scales == "e8m0" else getattr(torch, chosen.scales)
     return Planes((codes - 128).to(torch.int8) if whole else codes.to(torch.uint8), scales.to(dtype), zeros, factors)
 
 
 def int3_codes(codes: Tensor) -> Tensor:
-    """The numbers [N, K] in bytes [N, 3 K/8]: of 32, eight bytes with two bits each and four with one."""
-    bits = (codes.int().unsqueeze(2) >> torch.arange(8)) & 1
-    low, high = bits.view(len(codes), -1, 96).split([64, 32], 2)
-    return (low[..., ::2] + 2 * low[..., 1::2] + 4 * high).flatten(1)
+    """The numbers [N, K] in bytes [N, 3 K/8], bit by bit: for each chunk of columns bytes with two bits of each column,
+    then bytes with one. A byte has pairs of columns, of which the even ones of all groups come first."""
+    num_rows, nbytes = codes.shape
+    chunk = next(each for each in (128, 64, 32) if nbytes * 8 // 3 % each == 0)
+    numbers = torch.zeros(num_rows, nbytes * 8 // 3, dtype=torch.int32)
+    groups = chunk // 32
+    for column in range(numbers.shape[1]):
+        begin, (group, rest) = column // chunk * (chunk * 3 // 8), divmod(column % chunk, 32)
+        pair, parity = divmod(rest, 2)
+        for width, before, shared in ((2, 0, min(2, groups)), (1, chunk // 4, groups)):
+            # A pair has two halves in a byte, and 16 of them so many bytes.
+            half = width * shared
+            place, byte = divmod(pair, 4 * half)
+            at = begin + before + group // shared * 16 + byte
+            shift = place * 2 * half + parity * half + group % shared * width
+            numbers[:, column] |= (codes[:, at].int() >> shift & (1 << width) - 1) << (0 if width == 2 else 2)
+    return numbers
 
 
 def defined(chosen: WeightFormat, planes: Planes) -> Tensor:

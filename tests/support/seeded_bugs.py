@@ -244,6 +244,27 @@ BUGS = _bugs(
         "grouped products",
     ),
     Bug(
+        "groups of Triton's int3 codes",
+        "quant/kernels/product.py",
+        "(scales[2][0], others, high), (scales[3][0], others, high))",
+        "(scales[2][0], low, high), (scales[3][0], low, high))",
+        "grouped products",
+    ),
+    Bug(
+        "sign of Triton's int3 scales",
+        "quant/kernels/product.py",
+        "scales = with_codes(scales, packed, place, start, S)",
+        "scales = with_codes(parts_of(tl.abs(factors).to(S.dtype), zeros.to(S.dtype), S), packed, place, start, S)",
+        "grouped products",
+    ),
+    Bug(
+        "pairs that share a byte of Triton's int3 codes",
+        "quant/kernels/product.py",
+        "bits = codes >> (places * (2 * WIDTH)).to(tl.uint8)[None, :]",
+        "bits = codes >> (places * WIDTH).to(tl.uint8)[None, :]",
+        "grouped products",
+    ),
+    Bug(
         "keys of a Triton split",
         "runtime/attention/kernels/paged.py",
         "runs = tl.cdiv(tl.maximum(end - begin, 0), S.keys)",

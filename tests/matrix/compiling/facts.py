@@ -20,7 +20,13 @@ from moedge.runtime.attention.kernels import paged as pages
 
 # The lines that load codes of weights, of keys and of values: PTX names the line of every load.
 CODE_LOADS = {
-    product: ("pairs = tl.load(start_of(packed.codes", "weights = tl.load(start_of(packed.codes"),
+    product: (
+        "pairs = tl.load(start_of(packed.codes",
+        "weights = tl.load(start_of(packed.codes",
+        "low = tl.load(codes",
+        "others = tl.load(codes",
+        "high = tl.load(codes",
+    ),
     pages: tuple(f"codes = tl.load(pointers{rest}" for rest in (", mask=mask", ", mask=columns", ")")),
 }
 _LOC = re.compile(r"\.loc\s+(\d+) (\d+)")

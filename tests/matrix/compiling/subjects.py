@@ -46,6 +46,7 @@ STORED_HEADS = (64, 80, 128, 256)
 EXPERTS = ((256, 128), (1536, 2048), (2880, 2880))
 PUBLISHED_FORMATS = (
     ("int4", 16), ("int4", 64), ("nf4", 16), ("nf4", 64), ("int8", 16), ("mxfp4", 16), ("mxfp4", 32),
+    ("int3", 16), ("int3", 32), ("int3", 64),
 )  # fmt: skip
 LENGTHS = ((63, 1), (20, 1))
 

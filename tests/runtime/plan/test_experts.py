@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from moedge.quant.kernels import tuning
 from moedge.runtime.jobs.request import pin_settings, settings_of
 from moedge.runtime.plan.cost_model import CostModel
 from moedge.runtime.plan.placement import Workload
@@ -74,9 +75,15 @@ def test_less_is_read_where_experts_stream_and_plans_say_so() -> None:
     assert not any(each.change.startswith("--experts") for each in suggestions(request(16), solve(request(16))))
 
 
-def test_what_has_no_such_experts_is_refused() -> None:
+def test_experts_that_no_kernel_reads_are_refused_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = request(8, "int8+int3", DeviceBudget(8 * GIB, GIB, GIB))
+    assert solve(asked).plan.quant == "int8+int3"
+    monkeypatch.setattr(tuning, "FORMATS", ("int8",))
     with pytest.raises(SettingError, match=r"--experts int3 was given with a GPU.* --gpu-mem 0"):
-        solve(request(8, "int8+int3", DeviceBudget(8 * GIB, GIB, GIB)))
+        solve(asked)
+
+
+def test_what_has_no_such_experts_is_refused() -> None:
     dense = replace(SHAPE, layers=tuple(replace(layer, experts=None) for layer in SHAPE.layers))
     with pytest.raises(SettingError, match=r"without routed experts was found; leave --experts away$"):
         open_formats(dense, "int8+int3")
