@@ -162,7 +162,7 @@ struct Case {
             if (first < end)
                 parts.push_back({x.data() + first * stride, stride, end - first, columns,
                                  codes.data() + first * columns / (format == INT8 ? 1 : 2), scales.data() + scale_at(first, 0),
-                                 format == INT4 ? factors.data() + first : nullptr, moedge_weight_format(format),
+                                 format == INT4 ? factors.data() + first : nullptr, nullptr, moedge_weight_format(format),
                                  moedge_order(order), 7});
         }
         std::vector<std::thread> running;
