@@ -37,7 +37,7 @@ def pack(weight: Tensor, planes: tuple[Tensor, ...], importance: Tensor | None =
     unit = farthest.masked_fill(farthest.abs() < SMALLEST, 1)
     numbers = groups / unit
     squares = numbers * numbers
-    weights = squares + _sum(squares) / GROUP
+    weights = squares + sum_of(squares) / GROUP
     if importance is not None:
         # Torch's root is not rounded correctly everywhere.
         weights = torch.from_numpy(np.sqrt(weights.numpy())) * importance.view(-1, GROUP)
@@ -45,8 +45,8 @@ def pack(weight: Tensor, planes: tuple[Tensor, ...], importance: Tensor | None =
     for _ in range(FITS):
         steps = _steps(numbers, step)
         weighted = weights * steps
-        whole = _sum(weighted * steps)
-        step = torch.where(whole > 0, _sum(weighted * numbers) / whole, step)
+        whole = sum_of(weighted * steps)
+        step = torch.where(whole > 0, sum_of(weighted * numbers) / whole, step)
     scales.copy_((step * unit).clamp_(-LARGEST_SCALE, LARGEST_SCALE).squeeze(2))
     numbers = _steps(groups, scales.float().unsqueeze(2)).add_(MIDDLE)
     codes.copy_(join(numbers.to(torch.uint8)).flatten(1))
@@ -57,7 +57,7 @@ def _steps(numbers: Tensor, step: Tensor) -> Tensor:
     return torch.div(numbers, step).add_(ROUNDER).sub_(ROUNDER).clamp_(-MIDDLE, MIDDLE - 1)
 
 
-def _sum(groups: Tensor) -> Tensor:
+def sum_of(groups: Tensor) -> Tensor:
     """[..., GROUP] to [..., 1], halves added to each other: an order that kernels have, too."""
     while groups.shape[-1] > 1:
         first, second = groups.chunk(2, -1)
@@ -75,20 +75,20 @@ def unpack(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> None:
         out[rows].copy_(groups.flatten(1))
 
 
-def join(numbers: Tensor, width: int = 1) -> Tensor:
-    """Numbers from 0 to 7, uint8 [..., n * width], as bytes [..., 3 n * width / 8]: first `width` bytes for every four
-    runs of `width` numbers with their lower two bits, then `width` for every eight with the upper one."""
-    low = (numbers & 3).view(*numbers.shape[:-1], -1, 4, width) << _shifts(numbers, 4)
-    high = (numbers >> 2).view(*numbers.shape[:-1], -1, 8, width) << _shifts(numbers, 8)
-    return torch.cat([each.sum(-2, dtype=torch.uint8).flatten(-2) for each in (low, high)], -1)
+def join(numbers: Tensor, width: int = 1, low: int = 2) -> Tensor:
+    """Numbers of `low` + 1 bits, uint8 [..., n * width], as bytes: first those of runs of `width` numbers with their
+    lower bits, of as many runs as a byte has room for, then `width` for every eight runs with the upper one."""
+    lower = (numbers & (1 << low) - 1).view(*numbers.shape[:-1], -1, 8 // low, width) << _shifts(numbers, 8 // low)
+    upper = (numbers >> low).view(*numbers.shape[:-1], -1, 8, width) << _shifts(numbers, 8)
+    return torch.cat([each.sum(-2, dtype=torch.uint8).flatten(-2) for each in (lower, upper)], -1)
 
 
-def split(codes: Tensor, width: int = 1) -> Tensor:
+def split(codes: Tensor, width: int = 1, low: int = 2) -> Tensor:
     """The inverse of `join`."""
-    lower = codes.shape[-1] // 3 * 2
-    low = codes[..., :lower].reshape(*codes.shape[:-1], -1, 1, width) >> _shifts(codes, 4) & 3
-    high = codes[..., lower:].reshape(*codes.shape[:-1], -1, 1, width) >> _shifts(codes, 8) & 1
-    return torch.bitwise_or(low.flatten(-3), high.flatten(-3) << 2)
+    end = codes.shape[-1] * low // (low + 1)
+    lower = codes[..., :end].reshape(*codes.shape[:-1], -1, 1, width) >> _shifts(codes, 8 // low) & (1 << low) - 1
+    upper = codes[..., end:].reshape(*codes.shape[:-1], -1, 1, width) >> _shifts(codes, 8) & 1
+    return torch.bitwise_or(lower.flatten(-3), upper.flatten(-3) << low)
 
 
 def _shifts(like: Tensor, count: int) -> Tensor:

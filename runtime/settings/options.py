@@ -113,7 +113,8 @@ class WeightOptions(TypedDict, total=False):
     experts: Annotated[
         str,
         Option(
-            "Quantize routed experts to this format, and all else as --quant says; same: experts, too. On the CPU.",
+            "Quantize routed experts to this format, and all else as --quant says; same: experts, too. On the CPU."
+            " vq2 is for what `moedge prepare --calibrate` made.",
             SAME,
             panel=Panel.PRECISION,
             choices=(SAME, *EXPERT_FORMATS),

@@ -25,6 +25,7 @@ needs_library = pytest.mark.skipif(not library.available(), reason=f"no library 
 PACKED = [
     ("nf4", ROWS, 1, 64), ("nf4", TILES, 32, 64), ("int4", ROWS, 1, 32), ("int4", TILES, 32, 32),
     ("mxfp4", ROWS, 1, 32), ("mxfp4", TILES, 32, 32), ("int8", ROWS, 1, 1), ("int3", TILES, 32, 32),
+    ("vq2", TILES, 32, 64),
 ]  # fmt: skip
 IDS = [f"{name} {order}" for name, order, *_ in PACKED]
 
@@ -87,18 +88,19 @@ def test_bytes_are_those_of_the_codec(
         library.choose(found.library, found.isa)
 
 
-def test_bytes_are_those_of_the_codec_where_columns_count_otherwise(isa: str) -> None:
+@pytest.mark.parametrize("name", ["int3", "vq2"])
+def test_bytes_are_those_of_the_codec_where_columns_count_otherwise(name: str, isa: str) -> None:
     weight, importance = (
-        weights_of("gaussian", (64, 96), 5),
-        torch.rand(96, generator=torch.Generator().manual_seed(6)) + 0.1,
+        weights_of("gaussian", (64, 192), 5),
+        torch.rand(192, generator=torch.Generator().manual_seed(6)) + 0.1,
     )
-    layout = get_format("int3").in_order(TILES).layout((64, 96), "bfloat16")
+    layout = get_format(name).in_order(TILES).layout((64, 192), "bfloat16")
     found, wanted = (torch.zeros(layout.nbytes, dtype=torch.uint8) for _ in range(2))
     assert tensor.library_packs(weight, layout)
     pack_into(weight, layout, found, importance=importance)
-    CODECS["int3", TILES].pack(weight, PackedTensor.bind(layout, wanted).planes, importance)  # type: ignore[call-arg]
+    CODECS[name, TILES].pack(weight, PackedTensor.bind(layout, wanted).planes, importance)  # type: ignore[call-arg]
     assert torch.equal(found, wanted), isa
-    assert not torch.equal(found, packed_bytes(weight, "int3", TILES))
+    assert not torch.equal(found, packed_bytes(weight, name, TILES))
 
 
 def midpoint_rows(name: str, group: int) -> Tensor:
