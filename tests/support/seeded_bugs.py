@@ -83,13 +83,6 @@ BUGS = _bugs(
         "products in tiles",
     ),
     Bug(
-        "signs of pairs of weights",
-        "quant/native/packing.cpp",
-        "(four >> 4 & 0x01010101) << at;",
-        "(four >> 4 & 0x01010101) << (at % 4);",
-        "packing",
-    ),
-    Bug(
         "upper bits of three-bit codes",
         "quant/native/packing.cpp",
         "(four >> 2 & 0x01010101) << (at % 8);",

@@ -189,7 +189,6 @@ ELSEWHERE = {
     "rows beyond two blocks", "heads of a group", "elements of a query", "groups of MXFP4", "rows of an expert",
     "columns of a Triton product", "rows of a Triton product", "keys of a Triton split", "elements of a Triton head",
     "halves of Triton's int4 keys", "zero points of Triton's int4 values", "upper bits of three-bit codes",
-    "signs of pairs of weights",
     "last columns of a row's widest group",
 }  # fmt: skip
 
