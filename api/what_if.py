@@ -108,12 +108,19 @@ def suggestions(request: PlanRequest, result: PlanResult) -> list[Suggestion]:
     return sorted(found, key=lambda each: -each.gain)
 
 
+# By the format of experts.
+_LOSSES = {
+    "int3": "it loses four to six times what int4 loses",
+    "vq2": "it loses nine times what int4 loses, and is useless without prepare --calibrate",
+}
+
+
 def _cost_of(change: str, now: Plan, then: Plan) -> str:
     """What a person should know of a change before making it."""
     if not change.startswith("--experts"):
         return ""
     smaller = f"{gib(then.weights_nbytes)} of weights instead of {gib(now.weights_nbytes)}"
-    return f"{smaller}; it loses four to six times what int4 loses (docs/quality.md)"
+    return f"{smaller}; {_LOSSES[change.rpartition(' ')[2]]} (docs/quality.md)"
 
 
 def nearest(request: PlanRequest) -> list[str]:
@@ -153,7 +160,8 @@ def _changes(request: PlanRequest, result: PlanResult) -> Iterator[list[tuple[st
         yield [(f"--quant {quant}", request.with_settings(quant=quant)) for quant in lossier]
     if request.shape.num_experts and result.plan.streams:
         mixed = [name for name in MIXED_FORMATS if name.startswith(f"{result.plan.quant}+")]
-        yield [(f"--experts {name.rpartition('+')[2]}", request.with_settings(quant=name)) for name in mixed]
+        for name in mixed:
+            yield [(f"--experts {name.rpartition('+')[2]}", request.with_settings(quant=name))]
     if result.plan.kv != "int4" and request.settings.kv != "int4":
         yield [(f"--kv {kv}", request.with_settings(kv=kv)) for kv in ("int8", "int4") if kv != result.plan.kv]
     if request.settings.max_sequences is not None:

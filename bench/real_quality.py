@@ -40,6 +40,7 @@ from torch import Tensor
 
 from bench import ROOT
 from bench.make_real_mixture import stdlib
+from moedge.quant.formats.format import EXPERT_FORMATS
 from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.loading.prepare import calibrate, prepare
 from moedge.runtime.plan.placement import Workload
@@ -61,7 +62,7 @@ MODELS: Mapping[str, tuple[str, Callable[[], Path]]] = {
 CUT = "SmolLM2-135M-Instruct, cut into 24 experts a layer, 16 a token (no trained mixture)"
 # What llama-quantize makes. Rows of 576 have no whole blocks of 256, where it takes Q5_0 and Q8_0 for K-quants.
 KINDS = ("Q8_0", "Q4_K_M", "Q4_0")
-# Characters of each text by which experts in three bits are calibrated: 16,000 tokens in all.
+# Characters of each text by which experts in few bits are calibrated: 16,000 tokens in all.
 CALIBRATION = 32_000
 PERPLEXITY = re.compile(r"Final estimate: PPL = ([\d.]+)")
 
@@ -100,7 +101,8 @@ def subjects(model: Path, options: argparse.Namespace) -> Iterator[list[tuple[st
     """The name of each format of weights, a case, and the model or the store that it is asked of."""
     every = [*cases.weights_and_compute()]
     if options.mixture:
-        every += [replace(case, quant=f"{case.quant}+int3") for case in every if case.quant in ("int8", "int4")]
+        some = [case for case in every if case.quant in ("int8", "int4")]
+        every += [replace(case, quant=f"{case.quant}+{low}") for low in EXPERT_FORMATS for case in some]
     found = [(case.quant, case, model) for case in every if asked_for(case, options)]
     with tempfile.TemporaryDirectory(dir=smollm2.cache()) as folder:
         low = [case for _, case, _ in found if "+" in case.quant]

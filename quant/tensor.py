@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, Self
 import torch
 from torch import Tensor
 
-from .formats import int3, int4, int8, mxfp4, nf4, plain, tiles
+from .formats import int3, int4, int8, mxfp4, nf4, plain, tiles, vq2
 from .formats.format import (
     ALIGNMENT,
     CODE_BITS,
@@ -50,7 +50,7 @@ def library_packs(weight: Tensor, layout: Layout) -> bool:
     What `--quant` makes of bfloat16 weights on a CPU, in every order that is used where there is the library. Others,
     and float16 and float32 weights, are left to the codecs.
     """
-    orders = (ROWS,) if layout.codes == "int8" else tuple(_ORDERS)
+    orders = {"int8": (ROWS,), "vq2": (TILES,)}.get(layout.codes, tuple(_ORDERS))
     whole = layout.codes != "int3" or layout.shape[0] % tiles.BLOCK_ROWS == 0
     known = layout.format in _FORMATS and layout.order in orders and whole
     return known and layout.dtype == "bfloat16" and weight.device.type == "cpu" and available()
@@ -124,6 +124,8 @@ CODECS: Mapping[tuple[str, str], Codec] = MappingProxyType(
         ("e2m1", TILES): tiles.TilesCodec("e2m1", mxfp4),
         ("int3", ROWS): int3,
         ("int3", TILES): tiles.TilesCodec("int3", int3),
+        ("vq2", ROWS): vq2,
+        ("vq2", TILES): tiles.TilesCodec("vq2", vq2),
     }
 )
 
@@ -348,9 +350,9 @@ class Planes(NamedTuple):
     """The planes of a matrix [N, K], row after row whatever the order of its format.
 
     `codes` are int8 [N, K], or uint8 [N, K/2]: two codes of four bits a byte, the first in the low bits (nf4: in the
-    high bits), or [N, 3 K/8] (int3.py). `scales` are [N] or [N, K/group]; `zeros` [N, K/group]; `factors` float16
-    [N, K/block, 2]: of scales and of zeros. `int4` has scales [N, K/group, 2] with zeros beside them, and factors
-    float32 [N]. Dtypes are those of the format (WeightFormat); e8m0 is uint8.
+    high bits), [N, 3 K/8] (int3.py) or [N, 5 K/16] (vq2.py). `scales` are [N] or [N, K/group]; `zeros` [N, K/group];
+    `factors` float16 [N, K/block, 2]: of scales and of zeros. `int4` has scales [N, K/group, 2] with zeros beside them,
+    and factors float32 [N]. Dtypes are those of the format (WeightFormat); e8m0 is uint8.
     """
 
     codes: Tensor

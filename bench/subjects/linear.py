@@ -104,7 +104,7 @@ def print_kept(repeats: int, threads: int) -> None:
 
 def print_integers(repeats: int, threads: int) -> None:
     """Milliseconds of a layer's experts with activations as they are and rounded to int8."""
-    names = ("int8", "int4", "mxfp4", "int3")
+    names = ("int8", "int4", "mxfp4", "int3", "vq2")
     orders = {name: kernel_order(name, torch.bfloat16, "cpu") for name in names}
     print_experts({f"{name}{way}": orders[name] for name in names for way in ("", INTEGERS)}, repeats, threads)
 

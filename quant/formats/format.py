@@ -129,11 +129,14 @@ class Layout:
         return self.shape[1] // plane.shape[1 - plane.row_axis]
 
 
-# The bits of a code, by type of codes: `none` are floats of the matrix's own dtype, `int8`, `int4` and `int3` integers
-# (the latter from 0 to 15 and to 7), `nf4` and `e2m1` indices into a table of 16 values.
-CODE_BITS: Mapping[str, int] = MappingProxyType({"none": 0, "int8": 8, "int4": 4, "nf4": 4, "e2m1": 4, "int3": 3})
+# The bits of codes for a weight, by type of codes: `none` are floats of the matrix's own dtype, `int8`, `int4` and
+# `int3` integers (the latter from 0 to 15 and to 7), `nf4` and `e2m1` indices into a table of 16 values, and `vq2` into
+# one of 32 pairs of values.
+CODE_BITS: Mapping[str, float] = MappingProxyType(
+    {"none": 0, "int8": 8, "int4": 4, "nf4": 4, "e2m1": 4, "int3": 3, "vq2": 2.5}
+)
 # Types of codes that are small integers, or halves of them.
-INTEGER_CODES = ("int4", "e2m1", "int3", "int8")
+INTEGER_CODES = ("int4", "e2m1", "int3", "vq2", "int8")
 
 
 class Assumed(NamedTuple):
@@ -164,6 +167,7 @@ class WeightFormat:
     `scales` and `zeros` are dtypes; e8m0 is a power of two as a biased exponent of eight bits. A weight is
 
         value(code) * scale                  without zeros; for int4, value(code) is code - 8, for int3 code - 4
+        value(code) * scale                  of vq2, value(code) is a pair of values, of a pair of weights
         (code - zero) * scale                zeros uint8: zero points, as GPTQ and AWQ have them
         (code - zero / 16) * scale * factor  `paired`: zeros are beside scales, both 8-bit integers, in one plane
                                              [N, K/group, 2], and a row has a factor, float32
@@ -257,7 +261,7 @@ class WeightFormat:
         yield (
             ("codes", "int8", (rows, columns), 0)
             if self.codes == "int8"
-            else ("codes", "uint8", (rows, columns * CODE_BITS[self.codes] // 8), 0)
+            else ("codes", "uint8", (rows, int(columns * CODE_BITS[self.codes] / 8)), 0)
         )
         if self.group is None:
             yield "scales", self.scales, (rows,), 0
@@ -388,9 +392,12 @@ EXPERT_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
             "bfloat16",
             rates="int4",
             assumed=Assumed(0.44, 19.1, 6e6, 1.2e9, {8: (2.7, 3.7, 4.8), 9: (2.7, 3.6, 4.7)}, 0.3),
-        )
+        ),
+        "vq2": WeightFormat("vq2", "vq2", 64, "bfloat16", rates="int4"),
     }
 )
+# Of these, what is useless unless a text says which columns matter.
+CALIBRATED = frozenset({"vq2"})
 # A model with such experts, by the name that plans, stores and journals have for the formats of both: int8+int3.
 MIXED_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
     {

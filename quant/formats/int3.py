@@ -45,7 +45,7 @@ def pack(weight: Tensor, planes: tuple[Tensor, ...], importance: Tensor | None =
     unit = farthest.masked_fill(farthest.abs() < SMALLEST, 1)
     numbers = groups / unit
     squares = numbers * numbers
-    weights = squares + _sum(squares) / GROUP
+    weights = squares + sum_of(squares) / GROUP
     if importance is not None:
         # Torch's root is not rounded correctly everywhere.
         weights = torch.from_numpy(np.sqrt(weights.numpy())) * importance.view(-1, GROUP)
@@ -53,8 +53,8 @@ def pack(weight: Tensor, planes: tuple[Tensor, ...], importance: Tensor | None =
     for _ in range(FITS):
         steps = _steps(numbers, step)
         weighted = weights * steps
-        whole = _sum(weighted * steps)
-        step = torch.where(whole > 0, _sum(weighted * numbers) / whole, step)
+        whole = sum_of(weighted * steps)
+        step = torch.where(whole > 0, sum_of(weighted * numbers) / whole, step)
     scales.copy_((step * unit).clamp_(-LARGEST_SCALE, LARGEST_SCALE).squeeze(2))
     numbers = _steps(groups, scales.float().unsqueeze(2)).add_(MIDDLE)
     codes.copy_(join_rows(numbers.to(torch.uint8).flatten(1)))
@@ -65,7 +65,7 @@ def _steps(numbers: Tensor, step: Tensor) -> Tensor:
     return torch.div(numbers, step).add_(ROUNDER).sub_(ROUNDER).clamp_(-MIDDLE, MIDDLE - 1)
 
 
-def _sum(groups: Tensor) -> Tensor:
+def sum_of(groups: Tensor) -> Tensor:
     """[..., GROUP] to [..., 1], halves added to each other: an order that kernels have, too."""
     while groups.shape[-1] > 1:
         first, second = groups.chunk(2, -1)
@@ -120,16 +120,17 @@ def _in_order(plane: Tensor, count: int, columns: int) -> Tensor:
     return parts.permute(0, 1, 2, 5, 3, 6, 4).flatten(1)
 
 
-def join(numbers: Tensor, width: int) -> Tensor:
-    """Numbers from 0 to 7, uint8 [..., n * width], as bytes [..., 3 n * width / 8]: first `width` bytes for every four
-    runs of `width` numbers with their lower two bits, then `width` for every eight with the upper one."""
-    return torch.cat([_joined(numbers & 3, _LOW, width), _joined(numbers >> 2, _HIGH, width)], -1)
+def join(numbers: Tensor, width: int = 1, low: int = 2) -> Tensor:
+    """Numbers of `low` + 1 bits, uint8 [..., n * width], as bytes: first those of runs of `width` numbers with their
+    lower bits, of as many runs as a byte has room for, then `width` for every eight runs with the upper one."""
+    lower, upper = numbers & (1 << low) - 1, numbers >> low
+    return torch.cat([_joined(lower, 8 // low, width), _joined(upper, _HIGH, width)], -1)
 
 
-def split(codes: Tensor, width: int) -> Tensor:
+def split(codes: Tensor, width: int = 1, low: int = 2) -> Tensor:
     """The inverse of `join`."""
-    low, high = codes.tensor_split([codes.shape[-1] // 3 * 2], -1)
-    return torch.bitwise_or(_parted(low, _LOW, width), _parted(high, _HIGH, width) << 2)
+    lower, upper = codes.tensor_split([codes.shape[-1] // (low + 1) * low], -1)
+    return torch.bitwise_or(_parted(lower, 8 // low, width), _parted(upper, _HIGH, width) << low)
 
 
 def _joined(bits: Tensor, count: int, width: int) -> Tensor:

@@ -3,8 +3,9 @@
 Every plane has the shape that it has row after row. The bytes of a block are ordered as [K/group, 32, ...] in planes of
 scales and zeros; as [K/2, 32, 2] in codes of eight bits; and as [K/2, 16, 2] in codes of four bits, where the byte of
 row i and column p of a pair has row i in the low bits and row 16 + i in the high bits (so do the codes of order
-`nf4pack`). Codes of three bits are joined (int3.py) in chunks of 32 columns, which are ordered as [8, 2, 16, 4]: four
-columns of 16 rows lie together, then those of the other 16. What whole rows have is not ordered.
+`nf4pack`). Codes of three bits, and of pairs, are joined (int3.py) in chunks of 32 columns, which are ordered as
+[n, 2, 16, 4]: four codes of 16 rows lie together, then those of the other 16; n is 8, of pairs 4. What whole rows have
+is not ordered.
 """
 
 from __future__ import annotations
@@ -15,20 +16,24 @@ import torch
 from torch import Tensor
 
 from ..native import calls
-from . import int3
+from . import int3, vq2
 from .format import row_chunks
 
 BLOCK_ROWS = 32
-# The bytes of four columns of half a block of three-bit codes.
-_JOINED = 2 * BLOCK_ROWS
+# The bytes of four codes of half a block, where codes are joined; of such codes the bytes of a chunk of a row, and the
+# bits that lie in lower ones.
+_RUN = 2 * BLOCK_ROWS
+_JOINED = {"int3": (12, 2), "vq2": (10, vq2.LOW_BITS)}
 
 
 def interleave_codes(codes: Tensor, out: Tensor, kind: str) -> None:
     """Writes codes of type `kind`, row after row, into `out` in order `tiles`; rows are a multiple of BLOCK_ROWS."""
-    if kind == "int3":
-        chunks = codes.shape[1] // 12
-        rows = int3.split_rows(codes).view(-1, 2, BLOCK_ROWS // 2, chunks, 8, 4)
-        out.view(-1).copy_(int3.join(rows.permute(0, 3, 4, 1, 2, 5).flatten(2), _JOINED).view(-1))
+    if kind in _JOINED:
+        nbytes, bits = _JOINED[kind]
+        chunks = codes.shape[1] // nbytes
+        numbers = int3.split_rows(codes) if kind == "int3" else int3.split(codes.reshape(-1, chunks, nbytes), low=bits)
+        rows = numbers.view(len(codes) // BLOCK_ROWS, 2, BLOCK_ROWS // 2, chunks, -1, 4)
+        out.view(-1).copy_(int3.join(rows.permute(0, 3, 4, 1, 2, 5).flatten(2), _RUN, bits).view(-1))
         return
     if kind == "int8":
         _bytes(out).copy_(codes.view(-1, BLOCK_ROWS, codes.shape[1] // 2, 2).transpose(1, 2))
@@ -41,10 +46,13 @@ def interleave_codes(codes: Tensor, out: Tensor, kind: str) -> None:
 
 def deinterleave_codes(codes: Tensor, kind: str) -> Tensor:
     """The inverse of `interleave_codes`: row after row, in the shape of `codes`."""
-    if kind == "int3":
-        chunks = int3.split(codes.view(-1).view(-1, codes.shape[1] // 12, 12 * BLOCK_ROWS), _JOINED)
-        rows = chunks.view(*chunks.shape[:2], 8, 2, BLOCK_ROWS // 2, 4).permute(0, 3, 4, 1, 2, 5)
-        return int3.join_rows(rows.reshape(len(codes), -1))
+    if kind in _JOINED:
+        nbytes, bits = _JOINED[kind]
+        chunks = int3.split(codes.view(-1).view(-1, codes.shape[1] // nbytes, nbytes * BLOCK_ROWS), _RUN, bits)
+        rows = chunks.view(*chunks.shape[:2], -1, 2, BLOCK_ROWS // 2, 4).permute(0, 3, 4, 1, 2, 5)
+        if kind == "int3":
+            return int3.join_rows(rows.reshape(len(codes), -1))
+        return int3.join(rows.reshape(len(codes), codes.shape[1] // nbytes, -1), low=bits).flatten(1)
     if kind == "int8":
         return _bytes(codes).transpose(1, 2).reshape(codes.shape)
     first, second = _nibbles(codes).transpose(1, 2).unbind(-1)

@@ -31,4 +31,4 @@ def _is_readable(layout: Layout) -> bool:
     known = layout.codes == "none" or layout.codes in ENUMS["codes"]
     whole = layout.shape[1] % TILE_COLUMNS == 0 == layout.group % TILE_COLUMNS
     few = layout.shape[1] // layout.group <= CONSTANTS["row_groups"]
-    return layout.order == ROWS and known and layout.codes != "int3" and whole and few and not layout.block
+    return layout.order == ROWS and known and layout.codes not in ("int3", "vq2") and whole and few and not layout.block

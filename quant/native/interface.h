@@ -19,7 +19,7 @@ enum moedge_set : int32_t {
 enum moedge_format : int32_t { MOEDGE_FP32, MOEDGE_BF16, MOEDGE_FP16, MOEDGE_INT8, MOEDGE_INT4 };
 
 // Types of codes that lie in order `tiles` (formats/format.py), and floats in order `rows`, of which AVX2 alone is for BF16.
-enum class moedge_codes : int32_t { INT4, NF4, E2M1, INT3, INT8, BF16 };
+enum class moedge_codes : int32_t { INT4, NF4, E2M1, INT3, VQ2, INT8, BF16 };
 
 // Scales of groups: of a dtype, a power of two as a biased exponent (UINT8), or a scale and a zero in sixteenths of it,
 // bytes both, which are multiplied by the factor of their row.
@@ -29,7 +29,7 @@ enum class moedge_scales : int32_t { BFLOAT16, FLOAT16, FLOAT32, UINT8, PAIRS };
 enum class moedge_activation : int32_t { SILU, GELU_TANH, CLAMPED_SWIGLU };
 
 // Formats that matrices are quantized to, and the orders in which their codes are written (formats/format.py).
-enum class moedge_weight_format : int32_t { NF4, INT4, MXFP4, INT8, INT3 };
+enum class moedge_weight_format : int32_t { NF4, INT4, MXFP4, INT8, INT3, VQ2 };
 enum class moedge_order : int32_t { ROWS, TILES };
 
 // Types of GGUF's blocks that are dequantized by the library (gguf/constants.py has all of them), and bytes by a table.
@@ -338,7 +338,7 @@ struct moedge_packing {
     uint8_t *codes;
     void *scales;
     float *factors;  // [rows] of INT4
-    const float *importance;  // of INT3: [columns] or null, how much squares of errors count
+    const float *importance;  // of INT3 and VQ2: [columns] or null, how much squares of errors count
     moedge_weight_format format;
     moedge_order order;
     int32_t finite;  // the result: 0 if a number is NaN or infinite

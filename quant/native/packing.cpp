@@ -166,8 +166,8 @@ inline bool extremes(const uint16_t* x, float& high, float& low) {
     return top <= LARGEST && bottom >= ~LARGEST;
 }
 
-// What a group is packed by: the factor of its row (of Int4), and how much squares of errors in its columns count (of Int3;
-// or null).
+// What a group is packed by: the factor of its row (of Int4), and how much squares of errors in its columns count (of Int3
+// and Vq2; or null).
 struct Given {
     float factor;
     const float* importance;
@@ -251,18 +251,19 @@ struct Int4 {
     }
 };
 
+// Halves are added to each other.
+template <int PARTS>
+inline float sum_of(vf (&parts)[PARTS]) {
+    for (int count = PARTS / 2; count > 0; count /= 2)
+        for (int i = 0; i < count; i++) parts[i] = add(parts[i], parts[i + count]);
+    return sum(parts[0]);
+}
+
 // formats/int3.py
 struct Int3 {
     using Scale = uint16_t;
     static constexpr int64_t GROUP = 32;
     static constexpr int PARTS = int(GROUP) / W;
-
-    // Halves are added to each other.
-    static float sum_of(vf (&parts)[PARTS]) {
-        for (int count = PARTS / 2; count > 0; count /= 2)
-            for (int i = 0; i < count; i++) parts[i] = add(parts[i], parts[i + count]);
-        return sum(parts[0]);
-    }
 
     // Codes less 4.
     static vf steps(vf numbers, vf scale) {
@@ -298,6 +299,108 @@ struct Int3 {
         *to = float_to_bf16(scale > most ? most : scale < -most ? -most : scale);
         const vf stored = set1(bf16_to_float(*to));
         put_codes(x, codes, [&](vf each) { return to_integers(add(steps(each, stored), set1(4.0f))); });
+        return true;
+    }
+};
+
+// formats/vq2.py
+struct Vq2 {
+    using Scale = uint16_t;
+    static constexpr int64_t GROUP = 64;
+    static constexpr int PARTS = int(GROUP) / W, PAIRS = PARTS / 2, NUM_POINTS = 16;
+    float points[NUM_POINTS][2];
+
+    Vq2() {
+        static constexpr uint8_t POINTS[] = {0x61, 0x32, 0x83, 0x64, 0xa4, 0x66, 0xc6, 0x37,
+                                             0x87, 0xa7, 0x09, 0x7a, 0xba, 0xea, 0x2c, 0x5f};
+        for (int i = 0; i < NUM_POINTS; i++) {
+            points[i][0] = float(POINTS[i] & 15) - 7.5f;
+            points[i][1] = float(POINTS[i] >> 4) - 7.5f;
+        }
+    }
+
+    // The first numbers of all pairs of a group, then the second ones: of eight columns, the i-th and the (4 + i)-th.
+    using Numbers = vf[PARTS];
+
+    template <class Column>
+    static void in_pairs(Numbers& to, Column column) {
+        alignas(64) float numbers[GROUP];
+        for (int i = 0; i < GROUP; i++) numbers[i % 8 / 4 * (GROUP / 2) + i / 8 * 4 + i % 4] = column(i);
+        for (int i = 0; i < PARTS; i++) to[i] = load(numbers + i * W);
+    }
+
+    // Of the points nearest to pairs: what they lose, less what all do; twice their products with the pairs; their codes
+    // but for the sign.
+    struct Found {
+        vf lost[PAIRS], product[PAIRS], code[PAIRS];
+    };
+
+    __attribute__((always_inline)) void nearest(const Numbers& numbers, const Numbers& weights, float step, Found& found) const {
+        for (int i = 0; i < PAIRS; i++) {
+            const vf first = weights[i], second = weights[i + PAIRS];
+            const vf x = mul(mul(first, div(numbers[i], set1(step))), set1(2.0f));
+            const vf y = mul(mul(second, div(numbers[i + PAIRS], set1(step))), set1(2.0f));
+            vf best = set1(__builtin_inff()), best_product = set1(0.0f), code = set1(0.0f);
+            for (int k = 0; k < NUM_POINTS; k++) {
+                const float a = points[k][0], b = points[k][1];
+                const vf product = add(mul(x, set1(a)), mul(y, set1(b)));
+                const vf lost = sub(add(mul(first, set1(a * a)), mul(second, set1(b * b))), abs(product));
+                best_product = where_less(lost, best, product, best_product);
+                code = where_less(lost, best, set1(float(k)), code);
+                best = where_less(lost, best, lost, best);
+            }
+            found.lost[i] = best;
+            found.product[i] = best_product;
+            found.code[i] = code;
+        }
+    }
+
+    // The scale, in numbers, that loses least of those that are fitted to the points for some first ones.
+    float best_step(const Numbers& numbers, const Numbers& weights, float root) const {
+        static constexpr float STARTS[] = {0.23f, 0.27f, 0.32f, 0.37f, 0.42f};
+        float most = 0, step = 1;
+        for (float start : STARTS) {
+            const float tried = root * start > 0 ? root * start : 1;
+            Found found;
+            nearest(numbers, weights, tried, found);
+            vf squares[PAIRS];
+            for (int i = 0; i < PAIRS; i++) {
+                found.product[i] = abs(found.product[i]);
+                squares[i] = add(found.lost[i], found.product[i]);
+            }
+            const float whole = sum_of(squares), fitted = sum_of(found.product) * 0.5f / whole * tried;
+            const float gained = fitted * fitted * whole;
+            if (gained > most) most = gained, step = fitted;
+        }
+        return step;
+    }
+
+    bool pack(const uint16_t* x, uint8_t* codes, Scale* to, const Given& given) const {
+        const int most = largest_of<GROUP>(x);
+        if (most > LARGEST) return false;
+        float farthest = bf16_to_float(uint16_t(most));
+        if (farthest < 1e-30f) farthest = 0;
+        Numbers columns, numbers, weights, squares;
+        in_pairs(columns, [&](int i) { return bf16_to_float(x[i]); });
+        for (int i = 0; i < PARTS; i++) {
+            numbers[i] = div(columns[i], set1(farthest == 0 ? 1 : farthest));
+            weights[i] = squares[i] = mul(numbers[i], numbers[i]);
+        }
+        const float mean = sum_of(squares) / GROUP;
+        for (int i = 0; i < PARTS; i++) weights[i] = SIMD(sqrt_ps)(add(weights[i], set1(mean)));
+        if (given.importance) {
+            in_pairs(squares, [&](int i) { return given.importance[i]; });
+            for (int i = 0; i < PARTS; i++) weights[i] = mul(weights[i], squares[i]);
+        }
+        const float scale = best_step(numbers, weights, __builtin_sqrtf(mean)) * farthest, greatest = bf16_to_float(LARGEST) / 8;
+        *to = float_to_bf16(scale > greatest ? greatest : scale);
+        const float stored = bf16_to_float(*to);
+        Found found;
+        nearest(columns, weights, stored == 0 ? 1 : stored, found);
+        alignas(64) int32_t numbered[GROUP / 2];
+        for (int i = 0; i < PAIRS; i++)
+            store_bytes(numbered + i * W, to_integers(found.code[i]) | left_by(right_by((vi)found.product[i], 31), 4));
+        for (int i = 0; i < GROUP / 2; i++) codes[i / 4 * 8 + i % 4] = uint8_t(numbered[i]);
         return true;
     }
 };
@@ -396,9 +499,9 @@ inline void transpose_pairs(__m128i (&rows)[8]) {
 }
 
 // Writes columns of a block of rows in order `tiles`: of each pair of columns the pairs of 16 rows, joined with those of
-// the other 16.
+// the other 16. A code has SIXTEENTHS of a bit.
 struct Tiles {
-    static constexpr int64_t ROWS = 32, BITS = 4;
+    static constexpr int64_t ROWS = 32, SIXTEENTHS = 64;
 
     static void put(const uint8_t (&codes)[ROWS][COLUMNS], int64_t count, uint8_t* to) {
         for (int64_t c = 0; c < count; c += 16)
@@ -413,7 +516,7 @@ struct Tiles {
 
 // The same of three-bit codes (tiles.h).
 struct Tiles3 : Tiles {
-    static constexpr int64_t BITS = 3;
+    static constexpr int64_t SIXTEENTHS = 48;
 
     static void put(const uint8_t (&codes)[ROWS][COLUMNS], int64_t count, uint8_t* to) {
         for (int64_t c = 0; c < count; c += 32, to += 384) {
@@ -424,6 +527,26 @@ struct Tiles3 : Tiles {
                     memcpy(&four, codes[at % 2 * 16 + i] + c + at / 2 * 4, 4);
                     low[at / 4][i] |= (four & 0x03030303) << (at % 4 * 2);
                     high[at / 8][i] |= (four >> 2 & 0x01010101) << (at % 8);
+                }
+            memcpy(to, low, sizeof(low));
+            memcpy(to + sizeof(low), high, sizeof(high));
+        }
+    }
+};
+
+// The same of points of pairs, whose code lies at the first of two columns.
+struct TilesOfPairs : Tiles {
+    static constexpr int64_t SIXTEENTHS = 40;
+
+    static void put(const uint8_t (&codes)[ROWS][COLUMNS], int64_t count, uint8_t* to) {
+        for (int64_t c = 0; c < count; c += 32, to += 320) {
+            uint32_t low[4][16] = {}, high[16] = {};
+            for (int at = 0; at < 8; at++)
+                for (int i = 0; i < 16; i++) {
+                    uint32_t four;
+                    memcpy(&four, codes[at % 2 * 16 + i] + c + at / 2 * 8, 4);
+                    low[at / 2][i] |= (four & 0x0f0f0f0f) << (at % 2 * 4);
+                    high[i] |= (four >> 4 & 0x01010101) << at;
                 }
             memcpy(to, low, sizeof(low));
             memcpy(to + sizeof(low), high, sizeof(high));
@@ -450,7 +573,7 @@ bool pack_blocks(const Rows& some) {
                     for (int64_t i = 0; i < count; i += 32) _mm_prefetch((const char*)(x + AHEAD * some.stride + i), _MM_HINT_T0);
                 if (!pack_groups(format, some, first + r, c, count, codes[r], scales + group * Order::ROWS + r, Order::ROWS)) return false;
             }
-            Order::put(codes, count, some.codes + (first * some.columns + c * Order::ROWS) * Order::BITS / 8);
+            Order::put(codes, count, some.codes + (first * some.columns + c * Order::ROWS) * Order::SIXTEENTHS / 128);
         }
     }
     return true;
@@ -492,6 +615,7 @@ bool pack(const Rows& some) {
         case moedge_weight_format::INT4: return tiles ? pack_blocks<Int4, Tiles>(some) : pack_rows<Int4>(some);
         case moedge_weight_format::INT8: return pack_int8(some);
         case moedge_weight_format::INT3: return pack_blocks<Int3, Tiles3>(some);
+        case moedge_weight_format::VQ2: return pack_blocks<Vq2, TilesOfPairs>(some);
     }
     return false;
 }

@@ -24,6 +24,8 @@ inline vi table_of(const void *p) { return _mm512_broadcast_i32x4(_mm_loadu_si12
 inline vf round(vf x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 // `other` where x is NaN.
 inline vi unless_nan(vf x, vi kept, vi other) { return _mm512_mask_mov_epi32(kept, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), other); }
+// x where a < b, else y.
+inline vf where_less(vf a, vf b, vf x, vf y) { return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), x); }
 // Bytes times the signs of others; what they are where these are 0 is left open.
 inline vi with_signs(vi bytes, vi signs) {
     const vi zero = _mm512_setzero_si512();
@@ -52,6 +54,7 @@ inline vf round(vf x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _M
 inline vi unless_nan(vf x, vi kept, vi other) {
     return _mm256_blendv_epi8(kept, other, _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
 }
+inline vf where_less(vf a, vf b, vf x, vf y) { return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_LT_OQ)); }
 inline vi with_signs(vi bytes, vi signs) { return _mm256_sign_epi8(bytes, signs); }
 inline float sum(vf x) {
     __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));

@@ -38,7 +38,7 @@ constexpr Scales ANY = Scales(-1);
 constexpr Scales ONES = Scales(-2);
 
 // By the type of codes.
-constexpr float TABLES[4][16] = {
+constexpr float TABLES[5][16] = {
     {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7},
     // nf4.LEVELS; bfloat16 where products are of bfloat16.
     {-1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,
@@ -46,9 +46,10 @@ constexpr float TABLES[4][16] = {
      0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f},
     {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6},
     {-4, -3, -2, -1, 0, 1, 2, 3},
+    {-7.5f, -6.5f, -5.5f, -4.5f, -3.5f, -2.5f, -1.5f, -0.5f, 0.5f, 1.5f, 2.5f, 3.5f, 4.5f, 5.5f, 6.5f, 7.5f},
 };
 // The entry of `TABLES` of a type; INT8 needs none.
-constexpr int table_of_type(Type type) { return int(type) % 4; }
+constexpr int table_of_type(Type type) { return int(type) % 5; }
 
 inline vf powers_of_two(const uint8_t* from) { return (vf)left_by(from_bytes(from), 23); }
 inline vf small_integers(const uint8_t* from) { return to_floats(from_bytes(from)); }
@@ -67,6 +68,31 @@ __attribute__((always_inline)) inline vi three_bits(const uint8_t* chunk, int q,
     return mask(right_by(low, shift), all_bytes(3)) | mask(upper, all_bytes(4));
 }
 constexpr int64_t THREE_BITS_NBYTES = CHUNK * OUTPUTS * 3 / 8;
+
+// The same of the points of pairs (formats/vq2.py), bytes whose halves are the first and the second of two numbers: those of
+// the columns 4 q and of the columns 4 (q ^ 1). The chunk has 8 vectors of 64 codes, of which two share the bytes that have
+// their lower four bits, and all those that have the upper one.
+constexpr uint8_t POINTS[16] = {0x61, 0x32, 0x83, 0x64, 0xa4, 0x66, 0xc6, 0x37, 0x87, 0xa7, 0x09, 0x7a, 0xba, 0xea, 0x2c, 0x5f};
+constexpr uint8_t OPPOSITE[16] = {0, 0xff};
+
+__attribute__((always_inline)) inline vi half_of_points(const uint8_t* chunk, int q, int v) {
+    const int eight = q / 2, half = v * W / 16;
+    const uint8_t* part = chunk + v * W % 16 * 4;
+    const vi low = load_bytes(part + 64 * eight), high = load_bytes(part + 256);
+    const vi codes = half ? high_nibbles(low) : mask(low, all_bytes(15));
+    const vi signs = mask(right_by(high, 2 * eight + half), all_bytes(1));
+    const vi points = looked_up(table_of(POINTS), codes) ^ looked_up(table_of(OPPOSITE), signs);
+    return q % 2 ? high_nibbles(points) : mask(points, all_bytes(15));
+}
+constexpr int64_t POINTS_NBYTES = CHUNK * OUTPUTS * 5 / 16;
+
+// A byte for each code of four columns of W outputs, of which the chunks from `at` on have a row of vectors.
+template <Type VALUES>
+__attribute__((always_inline)) inline vi four_columns(const uint8_t* at, uint64_t index, int v) {
+    const uint64_t chunk = index / (CHUNK / 4);
+    const int q = int(index % (CHUNK / 4));
+    return VALUES == Type::INT3 ? three_bits(at + chunk * THREE_BITS_NBYTES, q, v) : half_of_points(at + chunk * POINTS_NBYTES, q, v);
+}
 
 // Two columns of a tile's values in float32: of column 0 and 1.
 struct FloatPair {
@@ -114,14 +140,15 @@ inline void add_products(vf (&sums)[VECTORS], const Pair& pair, const uint16_t* 
 // bits lie in chunks, of which a pair is a sixteenth.
 template <Type VALUES>
 struct FloatCodes {
-    static constexpr int64_t NBYTES = VALUES == Type::INT8 ? 2 * OUTPUTS : VALUES == Type::INT3 ? OUTPUTS * 3 / 4 : OUTPUTS;
+    static constexpr int64_t NBYTES = VALUES == Type::INT8 ? 2 * OUTPUTS : VALUES == Type::INT3 ? OUTPUTS * 3 / 4
+                                      : VALUES == Type::VQ2 ? OUTPUTS * 5 / 8 : OUTPUTS;
     // Whether all codes of a chunk are made together: shifts are then constants.
-    static constexpr bool WHOLE = VALUES == Type::INT3;
+    static constexpr bool WHOLE = VALUES == Type::INT3 || VALUES == Type::VQ2;
     const uint8_t* at;
 
     // Lanes whose lowest byte is the code of the first of two columns, and the one above it that of the second.
     __attribute__((always_inline)) vi bytes_of_pair(int64_t index, int v) const {
-        const vi four = three_bits(at + uint64_t(index) / (CHUNK / 2) * THREE_BITS_NBYTES, int(uint64_t(index) % (CHUNK / 2)) / 2, v);
+        const vi four = four_columns<VALUES>(at, uint64_t(index) / 2, v);
         return uint64_t(index) % 2 ? right_by(four, 16) : four;
     }
 
@@ -133,7 +160,7 @@ struct FloatCodes {
     explicit FloatCodes(const uint8_t* from) : at(from), table(_mm512_loadu_ps(TABLES[table_of_type(VALUES)])) {}
 
     __attribute__((always_inline)) void pair(int64_t index, FloatPair& out) const {
-        if (VALUES == Type::INT3) {
+        if (WHOLE) {
             for (int v = 0; v < VECTORS; v++) {
                 const vi codes = bytes_of_pair(index, v);
                 out.values[0][v] = _mm512_permutexvar_ps(codes, table);
@@ -163,18 +190,19 @@ struct FloatCodes {
         : at(from), low(_mm256_loadu_ps(TABLES[table_of_type(VALUES)])),
           high(_mm256_loadu_ps(TABLES[table_of_type(VALUES)] + 8)) {}
 
-    // The entries of the low four bits.
+    // The entries of the low four bits, of three-bit codes of the low three.
     vf looked_up(__m256i codes) const {
+        if (VALUES == Type::INT3) return _mm256_permutevar8x32_ps(low, codes);
         const __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28));
         return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, codes), _mm256_permutevar8x32_ps(high, codes), upper);
     }
 
     __attribute__((always_inline)) void pair(int64_t index, FloatPair& out) const {
-        if (VALUES == Type::INT3) {
+        if (WHOLE) {
             for (int v = 0; v < VECTORS; v++) {
                 const vi codes = bytes_of_pair(index, v);
-                out.values[0][v] = _mm256_permutevar8x32_ps(low, codes);
-                out.values[1][v] = _mm256_permutevar8x32_ps(low, right_by(codes, 8));
+                out.values[0][v] = looked_up(codes);
+                out.values[1][v] = looked_up(right_by(codes, 8));
             }
             return;
         }
@@ -226,7 +254,7 @@ struct Codes {
     }
 
     __attribute__((always_inline)) void pair(int64_t index, Pair& out) const {
-        if (VALUES == Type::INT3) {
+        if (WHOLE) {
             for (int v = 0; v < VECTORS; v++) {
                 const vi codes = FloatCodes<VALUES>(at).bytes_of_pair(index, v);
                 const vi words = _mm512_mask_blend_epi16(0xaaaaaaaa, codes, left_by(codes, 8));
@@ -249,7 +277,7 @@ struct Codes {
 template <Type VALUES>
 using Codes = FloatCodes<VALUES>;
 #else
-// The same where codes have four bits, from tables of the upper and the lower byte of bfloat16, exact but for the levels
+// The same where codes have four bits or are of points, from tables of the upper and the lower byte of bfloat16, exact but for the levels
 // of nf4: half of the instructions.
 template <Type VALUES>
 struct Codes : FloatCodes<VALUES> {
@@ -266,6 +294,18 @@ struct Codes : FloatCodes<VALUES> {
 
     __attribute__((always_inline)) void pair(int64_t index, FloatPair& out) const {
         if (VALUES == Type::INT3 || VALUES == Type::INT8) return FloatCodes<VALUES>::pair(index, out);
+        if (VALUES == Type::VQ2) {
+            for (int v = 0; v < VECTORS; v++) {
+                const vi codes = four_columns<VALUES>(this->at, uint64_t(index) / 2, v);
+                const vi high = looked_up(upper, codes), low = looked_up(lower, codes);
+                // Of the first and the third column, and of the others.
+                const vi both[2] = {mask(low, all_words(255)) | _mm256_slli_epi16(high, 8),
+                                    _mm256_srli_epi16(low, 8) | mask(high, all_words(0xff00))};
+                for (int i = 0; i < 2; i++)
+                    out.values[i][v] = (vf)(uint64_t(index) % 2 ? mask(both[i], all_lanes(int(0xffff0000))) : left_by(both[i], 16));
+            }
+            return;
+        }
         // Of the quarters of 16 rows, the first and the third come from the lower half, so that they are interleaved in order.
         const vi bytes = _mm256_permute4x64_epi64(load_bytes(this->at + index * this->NBYTES), 0xd8);
         for (int half = 0; half < 2; half++) {
@@ -543,7 +583,7 @@ inline void multiply_tile(const Matrix& matrix, int64_t tile, const Inputs& in, 
         for (int64_t begin = 0; begin < chunks; begin += SEVERAL) {
             const int64_t end = begin + SEVERAL < chunks ? begin + SEVERAL : chunks, pairs = (end - begin) * (CHUNK / 2);
             if constexpr (Codes<VALUES>::WHOLE)
-                for (int64_t c = begin; c < end; c++) make_chunk(source, c, *(Pair(*)[CHUNK / 2])(widened + (c - begin) * (CHUNK / 2)));
+                for (int64_t c = begin; c < end; c++) make_chunk(source, c, (Pair(&)[CHUNK / 2])widened[(c - begin) * (CHUNK / 2)]);
             else
                 for (int64_t p = 0; p < pairs; p++) source.pair(begin * (CHUNK / 2) + p, widened[p]);
             for (int64_t first = 0; first < in.rows; first += at_once) {
@@ -567,6 +607,7 @@ inline void multiply_tile(const Matrix& matrix, int64_t tile, const Inputs& in, 
             return multiply_tile<Type::NF4, ANY>(matrix, tile, in, results);
         case Type::E2M1: return multiply_tile<Type::E2M1, Scales::UINT8>(matrix, tile, in, results);
         case Type::INT3: return multiply_tile<Type::INT3, Scales::BFLOAT16>(matrix, tile, in, results);
+        case Type::VQ2: return multiply_tile<Type::VQ2, Scales::BFLOAT16>(matrix, tile, in, results);
         case Type::INT8: return multiply_tile<Type::INT8, ANY>(matrix, tile, in, results);
         case Type::BF16:
 #if MOEDGE_LEVEL == 1

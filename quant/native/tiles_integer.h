@@ -17,13 +17,13 @@ namespace {
 // Whether codes of eight bits have their sign: without VNNI, products of their absolute values are the faster ones.
 constexpr bool SIGNED = MOEDGE_LEVEL < 3;
 
-// What has to be subtracted from codes.
+// What has to be subtracted from codes; of E2M1 and VQ2 twice that, or from what is twice the codes.
 constexpr int32_t offset_of(Type type) {
-    return type == Type::INT8 ? (SIGNED ? 0 : 128) : type == Type::E2M1 ? 12 : type == Type::INT3 ? 4 : 8;
+    return type == Type::INT8 ? (SIGNED ? 0 : 128) : type == Type::E2M1 ? 12 : type == Type::INT3 ? 4 : type == Type::VQ2 ? 15 : 8;
 }
 
 // Sums of products of four codes and four integers of every lane: of 32 bits with VNNI, else two of 16 bits, in which these
-// many products fit; a code is at most 15, of E2M1 24, of three bits 7, and an integer at most 127.
+// many products fit; a code is at most 15, of E2M1 24, and an integer at most 127.
 constexpr int summed_at_once(Type type) {
     return MOEDGE_LEVEL >= 3 ? CHUNK / 4 : type == Type::INT8 ? 1 : type == Type::E2M1 ? 4 : CHUNK / 4;
 }
@@ -33,11 +33,12 @@ template <Type VALUES>
 inline vi add_products(vi sums, vi codes, vi integers) {
     return _mm512_dpbusd_epi32(sums, codes, integers);
 }
-inline vi begun(vi total) { return total; }
+template <int FACTOR>
+inline vi begun(vi total) { return FACTOR == 1 ? total : all_lanes(0); }
 // `total` and FACTOR times what was added since it was `begun`.
 template <int FACTOR>
-inline vi ended(vi, vi sums) {
-    return FACTOR == 16 ? left_by(sums, 4) : sums;
+inline vi ended(vi total, vi sums) {
+    return FACTOR == 1 ? sums : add_lanes(total, left_by(sums, FACTOR == 2 ? 1 : 4));
 }
 #else
 template <Type VALUES>
@@ -47,6 +48,7 @@ inline vi add_products(vi sums, vi codes, vi integers) {
     asm("vpaddw %1, %0, %0" : "+v"(sums) : "v"(pairs_of_products(codes, integers)));
     return sums;
 }
+template <int>
 inline vi begun(vi) { return all_lanes(0); }
 template <int FACTOR>
 inline vi ended(vi total, vi sums) {
@@ -91,9 +93,8 @@ struct Quads {
         for (int64_t line = 0; line < NBYTES; line += 64) _mm_prefetch(from + line, _MM_HINT_T1);
     }
 
-    __attribute__((always_inline)) void three_bit_quad(int64_t index, Quad& out) const {
-        for (int v = 0; v < VECTORS; v++)
-            out.values[v] = three_bits(at + uint64_t(index) / (CHUNK / 4) * THREE_BITS_NBYTES, int(uint64_t(index) % (CHUNK / 4)), v);
+    __attribute__((always_inline)) void columns_of_chunk(int64_t index, Quad& out) const {
+        for (int v = 0; v < VECTORS; v++) out.values[v] = four_columns<VALUES>(at, uint64_t(index), v);
     }
 
     vi numbers(vi codes) const { return VALUES == Type::E2M1 ? looked_up(table, codes) : codes; }
@@ -107,7 +108,7 @@ struct Quads {
     }
 
     __attribute__((always_inline)) void quad(int64_t index, Quad& out) const {
-        if (VALUES == Type::INT3) return three_bit_quad(index, out);
+        if (WHOLE) return columns_of_chunk(index, out);
         const uint8_t* from = at + index * NBYTES;
         if (VALUES == Type::INT8) {
             for (int v = 0; v < 2; v++) {
@@ -131,7 +132,7 @@ struct Quads {
     }
 
     __attribute__((always_inline)) void quad(int64_t index, Quad& out) const {
-        if (VALUES == Type::INT3) return three_bit_quad(index, out);
+        if (WHOLE) return columns_of_chunk(index, out);
         const uint8_t* from = at + index * NBYTES;
         if (VALUES == Type::INT8) {
             for (int half = 0; half < 2; half++)
@@ -195,7 +196,7 @@ struct IntegerInputs {
         }
         const float scale = peak / 127 + nothing;
         const bool pairs = matrix.scales_type == Scales::PAIRS;
-        scales[at] = pairs ? scale / 16 : matrix.type == Type::E2M1 ? scale / 2 : scale;
+        scales[at] = pairs ? scale / 16 : matrix.type == Type::E2M1 || matrix.type == Type::VQ2 ? scale / 2 : scale;
         sums[at] = scale * float(total);
         starts[at] = pairs ? -total * 65536 : -offset_of(matrix.type) * total;
     }
@@ -228,6 +229,7 @@ void add_integer_rows(float* results, const Source& source, const Matrix& matrix
     constexpr bool KEPT = COUNT <= INTEGERS_AT_ONCE;
     constexpr int KEPT_ROWS = KEPT ? COUNT : 1;
     constexpr bool PAIRS = SCALES == Scales::PAIRS;
+    constexpr int FACTOR = PAIRS ? 16 : VALUES == Type::VQ2 ? 2 : 1;
     constexpr int AT_ONCE = summed_at_once(VALUES);
     const bool has_zeros = SCALES == ANY && matrix.zeros != nullptr;
     const int64_t chunks = matrix.group / CHUNK;
@@ -250,7 +252,7 @@ void add_integer_rows(float* results, const Source& source, const Matrix& matrix
             vi partial[COUNT][VECTORS];
 #pragma GCC unroll 16
             for (int r = 0; r < COUNT; r++)
-                for (int v = V; v < END; v++) partial[r][v] = begun(sums[r][v]);
+                for (int v = V; v < END; v++) partial[r][v] = begun<FACTOR>(sums[r][v]);
             for (int q = begin_q; q < begin_q + AT_ONCE; q++) {
                 Quad quad;
                 source.prefetch((chunk - begin) * (CHUNK / 4) + q);
@@ -267,7 +269,7 @@ void add_integer_rows(float* results, const Source& source, const Matrix& matrix
             }
 #pragma GCC unroll 16
             for (int r = 0; r < COUNT; r++)
-                for (int v = V; v < END; v++) sums[r][v] = ended<PAIRS ? 16 : 1>(sums[r][v], partial[r][v]);
+                for (int v = V; v < END; v++) sums[r][v] = ended<FACTOR>(sums[r][v], partial[r][v]);
         }
         Factors factors;
         vi pairs[VECTORS];
@@ -336,7 +338,10 @@ void multiply_integers(const Matrix& matrix, int64_t tile, const IntegerInputs& 
         const int64_t blocks = (in.rows + INTEGERS_AT_ONCE - 1) / INTEGERS_AT_ONCE, at_once = (in.rows + blocks - 1) / blocks;
         for (int64_t begin = 0; begin < chunks; begin += SEVERAL) {
             const int64_t end = begin + SEVERAL < chunks ? begin + SEVERAL : chunks, quads = (end - begin) * (CHUNK / 4);
-            for (int64_t q = 0; q < quads; q++) source.quad(begin * (CHUNK / 4) + q, made[q]);
+            if (Quads<VALUES>::WHOLE)
+                for (int64_t c = begin; c < end; c++) make_chunk(source, c, (Quad(&)[CHUNK / 4])made[(c - begin) * (CHUNK / 4)]);
+            else
+                for (int64_t q = 0; q < quads; q++) source.quad(begin * (CHUNK / 4) + q, made[q]);
             for (int64_t first = 0; first < in.rows; first += at_once) {
                 const int64_t rest = in.rows - first;
                 add_integer_rows<VALUES, SCALES>(rest < at_once ? rest : at_once, results, MadeQuads{made}, matrix, tile, in,
@@ -355,6 +360,7 @@ void multiply_integers(const Matrix& matrix, int64_t tile, const IntegerInputs& 
             return multiply_integers<Type::INT4, ANY>(matrix, tile, in, results);
         case Type::E2M1: return multiply_integers<Type::E2M1, Scales::UINT8>(matrix, tile, in, results);
         case Type::INT3: return multiply_integers<Type::INT3, Scales::BFLOAT16>(matrix, tile, in, results);
+        case Type::VQ2: return multiply_integers<Type::VQ2, Scales::BFLOAT16>(matrix, tile, in, results);
         default: return multiply_integers<Type::INT8, ANY>(matrix, tile, in, results);
     }
 }

@@ -100,6 +100,7 @@ extern "C" void MOEDGE_NAMED(moedge_widen_tiles)(const moedge_tiles_widening* wi
             case Type::NF4: widen_tile<Type::NF4>(matrix, tile, to); break;
             case Type::E2M1: widen_tile<Type::E2M1>(matrix, tile, to); break;
             case Type::INT3: widen_tile<Type::INT3>(matrix, tile, to); break;
+            case Type::VQ2: widen_tile<Type::VQ2>(matrix, tile, to); break;
             case Type::INT8: widen_tile<Type::INT8>(matrix, tile, to); break;
             case Type::BF16: break;  // What the others become.
         }

@@ -113,7 +113,8 @@ class WeightOptions(TypedDict, total=False):
     experts: Annotated[
         str,
         Option(
-            "Quantize routed experts to this format, and all else as --quant says; same: experts, too.",
+            "Quantize routed experts to this format, and all else as --quant says; same: experts, too. vq2, on CPUs, is"
+            " for what `moedge prepare --calibrate` made.",
             SAME,
             panel=Panel.PRECISION,
             choices=(SAME, *EXPERT_FORMATS),

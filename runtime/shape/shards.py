@@ -40,10 +40,10 @@ KEPT = "kept"
 # What a kept model has beside kept matrices, in place of codes that no format has: a byte a weight, whose steps are
 # some eight times finer than those of 6-bit codes. Floats stay floats.
 BESIDE_KEPT = "int8-g32-f16"
-# The bits of a code, by what `--quant` offers.
 # Of a head that is tied to the embedding, where a format is asked for: tokens are looked up in the embedding as it is.
-TIED_HEAD = "int8"
-
+# With a scale per row SmolLM2 would lose half a percent by it (bench/results/log.md).
+TIED_HEAD = BESIDE_KEPT
+# The bits of a code, by what `--quant` offers.
 _CODE_BITS = {name: CODE_BITS[each.codes] or 16 for name, each in QUANT_FORMATS.items()}
 
 
@@ -134,7 +134,7 @@ def _format_of(matrix: Matrix, format_name: str) -> str:
     """The format of a matrix where the model is packed in `format_name`: its own where codes are kept."""
     if matrix.unpacked:
         return "none"
-    if format_name in QUANT_FORMATS or format_name in EXPERT_FORMATS:
+    if format_name in QUANT_FORMATS or format_name in EXPERT_FORMATS or format_name == TIED_HEAD:
         return format_name
     return matrix.kept or (BESIDE_KEPT if matrix.bits else "none")
 

@@ -20,7 +20,7 @@ from ...offload.errors import BadCheckpoint
 from ...offload.store.manifest import HEAD_FILE, LinkedShard, LinkedTensor, layer_file
 from ...offload.store.writer import NewShardFile, StoreWriter
 from ...offload.stream.stream import HEAD, ShardKey
-from ...quant.formats.format import FormatError, Layout, row_chunks
+from ...quant.formats.format import CALIBRATED, FormatError, Layout, row_chunks
 from ...quant.matmul.matmul import ParallelMatmul
 from ...quant.scratch import wide_columns
 from ...quant.tensor import CODECS, PackedTensor, fill, pack_into, torch_dtype
@@ -28,7 +28,7 @@ from ..model.definition import LayerAssembly
 from ..model.dequantize import WIDENING_NBYTES, planes_of_rows
 from ..model.loading import CheckpointLoader, refuse_nonfinite
 from ..plan.candidate import SLACK_NBYTES
-from ..settings.errors import DoesNotFit
+from ..settings.errors import DoesNotFit, SettingError
 from ..settings.settings import MIB, process_nbytes
 from ..settings.stages import Advance
 from ..shape.model_shape import LayerShape, ModelShape
@@ -403,6 +403,12 @@ class Preparation:
         meanwhile: a plan that fills its budget has no bytes for that at the end.
         """
         self._loader.check()
+        packed = {matrix.layout.format for layer in shards.layers if layer.expert for matrix in layer.expert.matrices}
+        if self._importance is None and (found := sorted(packed & CALIBRATED)):
+            raise SettingError(
+                f"--experts {found[0]} is useless without a text that says which columns matter; run"
+                f" `moedge prepare MODEL --experts {found[0]} --calibrate FILE`, and give the folder that it makes"
+            )
         if head_first:
             self._run_rest(shards, sink, advance)
         for index, layer in enumerate(self._model.get_decoder().layers):

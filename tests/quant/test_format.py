@@ -35,7 +35,15 @@ def test_every_plane_has_the_rows_of_the_matrix(layout: Layout) -> None:
 
 @pytest.mark.parametrize(
     ("name", "bits"),
-    [("none", 16), ("int8", 8 + 32 / 2048), ("int4", 4.5 + 32 / 2048), ("nf4", 4.25), ("mxfp4", 4.25), ("int3", 3.5)],
+    [
+        ("none", 16),
+        ("int8", 8 + 32 / 2048),
+        ("int4", 4.5 + 32 / 2048),
+        ("nf4", 4.25),
+        ("mxfp4", 4.25),
+        ("int3", 3.5),
+        ("vq2", 2.75),
+    ],
     ids=str,
 )
 def test_bits_per_weight_are_those_promised(name: str, bits: float) -> None:

@@ -25,7 +25,7 @@ needs_library = pytest.mark.skipif(not library.available(), reason=f"no library 
 PACKED = [
     ("nf4", ROWS, 1, 64), ("nf4", TILES, 32, 64), ("int4", ROWS, 1, 32), ("int4", TILES, 32, 32),
     ("mxfp4", ROWS, 1, 32), ("mxfp4", TILES, 32, 32), ("int8", ROWS, 1, 1), ("int3", TILES, 32, 32),
-    ("int3", ROWS, 32, 32),
+    ("int3", ROWS, 32, 32), ("vq2", TILES, 32, 64),
 ]  # fmt: skip
 IDS = [f"{name} {order}" for name, order, *_ in PACKED]
 
@@ -88,19 +88,19 @@ def test_bytes_are_those_of_the_codec(
         library.choose(found.library, found.isa)
 
 
-@pytest.mark.parametrize("order", [ROWS, TILES])
-def test_bytes_are_those_of_the_codec_where_columns_count_otherwise(order: str, isa: str) -> None:
+@pytest.mark.parametrize(("name", "order"), [("int3", ROWS), ("int3", TILES), ("vq2", TILES)])
+def test_bytes_are_those_of_the_codec_where_columns_count_otherwise(name: str, order: str, isa: str) -> None:
     weight, importance = (
-        weights_of("gaussian", (64, 96), 5),
-        torch.rand(96, generator=torch.Generator().manual_seed(6)) + 0.1,
+        weights_of("gaussian", (64, 192), 5),
+        torch.rand(192, generator=torch.Generator().manual_seed(6)) + 0.1,
     )
-    layout = get_format("int3").in_order(order).layout((64, 96), "bfloat16")
+    layout = get_format(name).in_order(order).layout((64, 192), "bfloat16")
     found, wanted = (torch.zeros(layout.nbytes, dtype=torch.uint8) for _ in range(2))
     assert tensor.library_packs(weight, layout)
     pack_into(weight, layout, found, importance=importance)
-    CODECS["int3", order].pack(weight, PackedTensor.bind(layout, wanted).planes, importance)  # type: ignore[call-arg]
+    CODECS[name, order].pack(weight, PackedTensor.bind(layout, wanted).planes, importance)  # type: ignore[call-arg]
     assert torch.equal(found, wanted), isa
-    assert not torch.equal(found, packed_bytes(weight, "int3", order))
+    assert not torch.equal(found, packed_bytes(weight, name, order))
 
 
 def midpoint_rows(name: str, group: int) -> Tensor:

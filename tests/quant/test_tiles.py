@@ -59,14 +59,14 @@ def test_tiles_hold_the_same_planes_in_as_many_bytes(name: str) -> None:
                        .dequantize(), whole[32:96])  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["int8", "nf4", "int4", "mxfp4", "int3"])
+@pytest.mark.parametrize("name", ["int8", "nf4", "int4", "mxfp4", "int3", "vq2"])
 def test_matrices_without_whole_tiles_keep_the_order_of_their_format(name: str) -> None:
     assert pack(rows_of(40, 128), name, TILES).layout == pack(rows_of(40, 128), name).layout
     assert get_format("int8").in_order(TILES).layout((64, 48), "bfloat16").order == ROWS
     assert get_format(name).order == ROWS
 
 
-@pytest.mark.parametrize("name", ["int4", "int8", "nf4", "mxfp4", "int3"])
+@pytest.mark.parametrize("name", ["int4", "int8", "nf4", "mxfp4", "int3", "vq2"])
 def test_quantizing_into_tiles_gives_the_codes_of_the_format_s_own_order(name: str) -> None:
     weight = rows_of(192, 256)
     assert torch.equal(pack(weight, name, TILES).dequantize(), pack(weight, name).dequantize())

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from moedge.quant.formats import mxfp4, nf4
+from moedge.quant.formats import mxfp4, nf4, vq2
 from moedge.quant.formats.format import CODE_BITS, WeightFormat
 from moedge.quant.tensor import Planes, unpack_nibbles
 
@@ -16,7 +16,7 @@ def random_planes(chosen: WeightFormat, shape: tuple[int, int], seed: int = 0) -
     generator = torch.Generator().manual_seed(seed)
     num_rows, num_columns = shape
     whole = chosen.codes == "int8"
-    codes = torch.randint(0, 256, (num_rows, num_columns * CODE_BITS[chosen.codes] // 8), generator=generator)
+    codes = torch.randint(0, 256, (num_rows, int(num_columns * CODE_BITS[chosen.codes] / 8)), generator=generator)
     groups = (num_rows, num_columns // chosen.group) if chosen.group else (num_rows,)
     scales = (torch.rand(groups, generator=generator) + 0.5) / 16
     zeros = factors = None
@@ -57,12 +57,28 @@ def int3_codes(codes: Tensor) -> Tensor:
     return numbers
 
 
+def vq2_values(codes: Tensor) -> Tensor:
+    """The values [N, K] of bytes [N, 5 K/16]: of 32 columns, eight bytes with the points of two pairs each and two with
+    the signs of eight."""
+    found = []
+    for chunk in codes.view(len(codes), -1, 10).int().unbind(1):
+        first, second = torch.empty(2, len(codes), 16, dtype=torch.float64)
+        for pair in range(16):
+            point = torch.tensor(vq2.POINTS)[(chunk[:, pair // 2] >> 4 * (pair % 2)) & 15]
+            sign = 1 - 2 * ((chunk[:, 8 + pair // 8] >> pair % 8) & 1)
+            first[:, pair], second[:, pair] = sign * (point % 16 - 7.5), sign * (point // 16 - 7.5)
+        found += [part for four in zip(first.split(4, 1), second.split(4, 1), strict=True) for part in four]
+    return torch.cat(found, 1)
+
+
 def defined(chosen: WeightFormat, planes: Planes) -> Tensor:
     """The matrix, float64 [N, K]."""
     if chosen.codes == "int8":
         values = planes.codes.double()
     elif chosen.codes == "int3":
         values = (int3_codes(planes.codes) - 4).double()
+    elif chosen.codes == "vq2":
+        values = vq2_values(planes.codes)
     else:
         values = unpack_nibbles(planes.codes, high_first=chosen.codes == "nf4").double()
     if chosen.codes in VALUES:

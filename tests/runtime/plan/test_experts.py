@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from moedge.quant.kernels import tuning
 from moedge.runtime.jobs.request import pin_settings, settings_of
 from moedge.runtime.plan.cost_model import CostModel
 from moedge.runtime.plan.placement import Workload
@@ -27,21 +26,22 @@ def request(ram: float, quant: str = "auto", device: DeviceBudget | None = None,
     return PlanRequest(costs=CostModel(SHAPE, Rates()), workload=JOB, budget=budget, settings=asked)
 
 
+@pytest.mark.parametrize(("experts", "bits"), [("int3", 3.5), ("vq2", 2.75)])
 @pytest.mark.parametrize("quant", FORMATS)
-def test_experts_alone_are_in_the_format_of_experts(quant: str) -> None:
-    mixed, plain = model_shards(SHAPE, f"{quant}+int3", "bf16"), model_shards(SHAPE, quant, "bf16")
+def test_experts_alone_are_in_the_format_of_experts(quant: str, experts: str, bits: float) -> None:
+    mixed, plain = model_shards(SHAPE, f"{quant}+{experts}", "bf16"), model_shards(SHAPE, quant, "bf16")
     assert [layer.dense for layer in mixed.layers] == [layer.dense for layer in plain.layers]
     assert mixed.head == plain.head
     for layer, shape in zip(mixed.layers, SHAPE.layers, strict=True):
         assert layer.expert is not None
         assert shape.experts is not None
-        assert {matrix.layout.format for matrix in layer.expert.matrices} == {"int3"}
+        assert {matrix.layout.format for matrix in layer.expert.matrices} == {experts}
         nbytes = sum(matrix.layout.nbytes for matrix in layer.expert.matrices)
-        assert 8 * nbytes == pytest.approx(3.5 * shape.experts.numel, rel=1e-3)
-    tiles = model_shards(SHAPE, f"{quant}+int3", "bf16", "tiles")
+        assert 8 * nbytes == pytest.approx(bits * shape.experts.numel, rel=1e-3)
+    tiles = model_shards(SHAPE, f"{quant}+{experts}", "bf16", "tiles")
     assert tiles.nbytes == mixed.nbytes
     assert {matrix.layout.order for matrix in tiles.layers[0].expert.matrices} == {"tiles"}  # type: ignore[union-attr]
-    assert workspace_nbytes(SHAPE, f"{quant}+int3", "bf16", False) >= workspace_nbytes(SHAPE, quant, "bf16", False)
+    assert workspace_nbytes(SHAPE, f"{quant}+{experts}", "bf16", False) >= workspace_nbytes(SHAPE, quant, "bf16", False)
 
 
 def test_options_name_both_formats_and_jobs_keep_them() -> None:
@@ -69,18 +69,18 @@ def test_less_is_read_where_experts_stream_and_plans_say_so() -> None:
     asked = request(1.2, "int8")
     found = solve(asked)
     assert found.plan.streams
-    better = next(each for each in suggestions(asked, found) if each.change == "--experts int3")
-    assert better.gain > 1
-    assert "GiB of weights instead of" in better.note
+    better = {each.change: each for each in suggestions(asked, found) if each.change.startswith("--experts")}
+    assert better["--experts vq2"].gain >= better["--experts int3"].gain > 1
+    assert all("GiB of weights instead of" in each.note for each in better.values())
+    assert "--calibrate" in better["--experts vq2"].note
     assert not any(each.change.startswith("--experts") for each in suggestions(request(16), solve(request(16))))
 
 
-def test_experts_that_no_kernel_reads_are_refused_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_that_no_kernel_reads_are_refused_with_a_gpu() -> None:
     asked = request(8, "int8+int3", DeviceBudget(8 * GIB, GIB, GIB))
     assert solve(asked).plan.quant == "int8+int3"
-    monkeypatch.setattr(tuning, "FORMATS", ("int8",))
-    with pytest.raises(SettingError, match=r"--experts int3 was given with a GPU.* --gpu-mem 0"):
-        solve(asked)
+    with pytest.raises(SettingError, match=r"--experts vq2 was given with a GPU.* --gpu-mem 0"):
+        solve(request(8, "int8+vq2", DeviceBudget(8 * GIB, GIB, GIB)))
 
 
 def test_what_has_no_such_experts_is_refused() -> None:

@@ -109,34 +109,41 @@ def test_bits_are_the_same_where_weights_stream(
     )
 
 
-def store_of(source: ModelSource, folder: Path, importance: Importance | None) -> Path:
-    prepare(source, folder, "int8+int3", "bf16", Budgets().on_cpu(), importance=importance)
-    return folder
+@pytest.mark.parametrize("quant", ["int8+int3", "int8+vq2"])
+def test_a_store_keeps_what_it_was_calibrated_by(quant: str, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    def store_of(source: ModelSource, folder: Path, importance: Importance | None) -> Path:
+        prepare(source, folder, quant, "bf16", Budgets().on_cpu(), importance=importance)
+        return folder
 
-
-def test_a_store_keeps_what_it_was_calibrated_by(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     with open_source(
         str(checkpoint("qwen3_moe", hidden_size=192, moe_intermediate_size=96, num_attention_heads=6))
     ) as source:
         importance = calibrate(source, TEXT, "bf16", Budgets(disk_dir=tmp_path))
-        plain = store_of(source, tmp_path / "plain", None)
+        if quant == "int8+vq2":
+            with pytest.raises(SettingError, match=r"--experts vq2 .*--calibrate FILE`"):
+                store_of(source, tmp_path / "vq2", None)
+            plain = None
+        else:
+            plain = store_of(source, tmp_path / "plain", None)
         calibrated = store_of(source, tmp_path / "calibrated", importance)
         again = store_of(source, tmp_path / "again", importance)
         names = (
-            store_path(source, "int8+int3", "bf16", tmp_path),
-            store_path(source, "int8+int3", "bf16", tmp_path, calibration=importance.digest),
+            store_path(source, quant, "bf16", tmp_path),
+            store_path(source, quant, "bf16", tmp_path, calibration=importance.digest),
         )
     assert names[0] != names[1], "neither is taken for the other"
-    of_experts = [(each / "layer-0000.safetensors").read_bytes() for each in (plain, calibrated, again)]
-    assert of_experts[0] != of_experts[1] == of_experts[2]
-    assert len(of_experts[0]) == len(of_experts[1])
+    first, second, *others = (
+        (each / "layer-0000.safetensors").read_bytes() for each in (calibrated, again, plain) if each is not None
+    )
+    assert first == second
+    assert all(other != first and len(other) == len(first) for other in others)
     assert read_manifest(calibrated / MANIFEST).recipe["calibration"] == importance.digest
-    assert "calibration" not in read_manifest(plain / MANIFEST).recipe
+    assert plain is None or "calibration" not in read_manifest(plain / MANIFEST).recipe
     with safe_open(calibrated / FILE, "pt") as kept:
         assert kept.metadata()["text"] == importance.digest
         assert torch.equal(kept.get_tensor("layers.0.up"), importance.layers[0][0])
     with open_source(str(calibrated)) as source:
-        settings = source.settle(Settings(quant="int8+int3"))
+        settings = source.settle(Settings(quant=quant))
         plan = make_plan(source.shape, settings, MemoryBudget(4 << 30), Workload(1, 32))
         with closing(load_engine(source, plan, calibrated)):
             pass

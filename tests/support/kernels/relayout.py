@@ -15,7 +15,7 @@ def from_planes(format_name: str, planes: Planes, dtype: str, order: str | None 
     No number is rounded: codes and scales are copied. Raises FormatError as `fill` does.
     """
     chosen = get_format(format_name)
-    columns = planes.codes.shape[1] * 8 // CODE_BITS[chosen.codes]
+    columns = int(planes.codes.shape[1] * 8 / CODE_BITS[chosen.codes])
     layout = (chosen.in_order(order) if order else chosen).layout((len(planes.codes), columns), dtype)
     return fill(planes, layout, planes.codes.new_empty(layout.nbytes, dtype=torch.uint8))
 
