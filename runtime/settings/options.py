@@ -114,7 +114,7 @@ class WeightOptions(TypedDict, total=False):
         str,
         Option(
             "Quantize routed experts to this format, and all else as --quant says; same: experts, too. vq2, on CPUs, is"
-            " for what `moedge prepare --calibrate` made.",
+            " for weights that were prepared with a text to calibrate them.",
             SAME,
             panel=Panel.PRECISION,
             choices=(SAME, *EXPERT_FORMATS),
