@@ -4,7 +4,7 @@
 // none is left. A phase begins when every item of the one before has ended; the few microseconds until then are waited
 // for by giving the processor away.
 #include "activations.h"
-#include "tiles_integer.h"
+#include "tiles_words.h"
 #include "work.h"
 
 namespace {
@@ -29,8 +29,8 @@ struct Memory {
     static int64_t nbytes(int64_t rows, int64_t columns) { return rows * columns / CHUNK * (CHUNK * 2 + 4); }
 
     void put_row(const uint16_t* from, int64_t row) const {
-        if (matrix.integers) integers.put_row(from, row, matrix);
-        else ::put_row(from, matrix.columns, row, rows, x, sums);
+        if (matrix.integers) return integers.put_row(from, row, matrix);
+        for (int64_t chunk = 0; chunk < matrix.columns / CHUNK; chunk++) put_floats(from + chunk * CHUNK, chunk * rows + row);
     }
 
     // A chunk of all rows, [rows, CHUNK].
@@ -41,17 +41,33 @@ struct Memory {
                 for (int v = 0; v < VECTORS; v++) numbers[v] = load(from + v * W);
                 integers.put(numbers, chunk, r, matrix);
             } else {
-                const int64_t at = chunk * rows + r;
-                round_all(from, x + at * CHUNK);
-                sums[at] = sum_of(x + at * CHUNK);
+                uint16_t rounded[CHUNK];
+                round_all(from, rounded);
+                put_floats(rounded, chunk * rows + r);
             }
         }
     }
 
+    // A chunk of one row, in bfloat16.
+    void put_floats(const uint16_t* from, int64_t at) const {
+#if MOEDGE_LEVEL == 1
+        if (multiplies_words(matrix)) {
+            const ChunkOfWords told = words_of_chunk(from, matrix, (int16_t*)x + at * CHUNK);
+            memcpy(sums + at, &told, sizeof told);
+            return;
+        }
+#endif
+        memcpy(x + at * CHUNK, from, CHUNK * sizeof(uint16_t));
+        sums[at] = sum_of(from);
+    }
+
     // Products of all rows with a tile, [rows, OUTPUTS].
     void multiply(int64_t tile, float* results) const {
-        if (matrix.integers) multiply_integers(matrix, tile, integers, results);
-        else multiply_tile(matrix, tile, {x, sums, rows}, results);
+        if (matrix.integers) return multiply_integers(matrix, tile, integers, results);
+#if MOEDGE_LEVEL == 1
+        if (multiplies_words(matrix)) return multiply_words(matrix, tile, {x, sums, rows}, results);
+#endif
+        multiply_tile(matrix, tile, {x, sums, rows}, results);
     }
 };
 

@@ -7,8 +7,8 @@
 //
 // so a row's bits depend on the row and the matrix alone.
 //
-// With AVX2 alone, OUTPUTS rows of a matrix of bfloat16 in order `rows` are a tile, too, without scales: oneDNN, which
-// multiplies such matrices elsewhere, wants AVX-512.
+// With AVX2 alone, this is so of nf4; other codes are multiplied as tiles_words.h has it. There, OUTPUTS rows of a matrix of
+// bfloat16 in order `rows` are a tile, too, without scales: oneDNN, which multiplies such matrices elsewhere, wants AVX-512.
 #ifndef MOEDGE_TILES_H
 #define MOEDGE_TILES_H
 
@@ -277,10 +277,11 @@ struct Codes {
 template <Type VALUES>
 using Codes = FloatCodes<VALUES>;
 #else
-// The same where codes have four bits or are of points, from tables of the upper and the lower byte of bfloat16, exact but for the levels
-// of nf4: half of the instructions.
+// The same of nf4, from tables of the upper and the lower byte of its levels in bfloat16: half of the instructions. Codes that are
+// integers are multiplied as such (tiles_words.h).
 template <Type VALUES>
 struct Codes : FloatCodes<VALUES> {
+    static_assert(VALUES == Type::NF4);
     vi upper, lower;
 
     explicit Codes(const uint8_t* from) : FloatCodes<VALUES>(from) {
@@ -293,19 +294,6 @@ struct Codes : FloatCodes<VALUES> {
     }
 
     __attribute__((always_inline)) void pair(int64_t index, FloatPair& out) const {
-        if (VALUES == Type::INT3 || VALUES == Type::INT8) return FloatCodes<VALUES>::pair(index, out);
-        if (VALUES == Type::VQ2) {
-            for (int v = 0; v < VECTORS; v++) {
-                const vi codes = four_columns<VALUES>(this->at, uint64_t(index) / 2, v);
-                const vi high = looked_up(upper, codes), low = looked_up(lower, codes);
-                // Of the first and the third column, and of the others.
-                const vi both[2] = {mask(low, all_words(255)) | _mm256_slli_epi16(high, 8),
-                                    _mm256_srli_epi16(low, 8) | mask(high, all_words(0xff00))};
-                for (int i = 0; i < 2; i++)
-                    out.values[i][v] = (vf)(uint64_t(index) % 2 ? mask(both[i], all_lanes(int(0xffff0000))) : left_by(both[i], 16));
-            }
-            return;
-        }
         // Of the quarters of 16 rows, the first and the third come from the lower half, so that they are interleaved in order.
         const vi bytes = _mm256_permute4x64_epi64(load_bytes(this->at + index * this->NBYTES), 0xd8);
         for (int half = 0; half < 2; half++) {
@@ -599,21 +587,21 @@ inline void multiply_tile(const Matrix& matrix, int64_t tile, const Inputs& in, 
 inline void multiply_tile(const Matrix& matrix, int64_t tile, const Inputs& in, float* results) {
     const Scales scales = matrix.scales_type;
     switch (matrix.type) {
-        case Type::INT4:
-            if (scales == Scales::PAIRS) return multiply_tile<Type::INT4, Scales::PAIRS>(matrix, tile, in, results);
-            return multiply_tile<Type::INT4, ANY>(matrix, tile, in, results);
         case Type::NF4:
             if (scales == Scales::BFLOAT16) return multiply_tile<Type::NF4, Scales::BFLOAT16>(matrix, tile, in, results);
             return multiply_tile<Type::NF4, ANY>(matrix, tile, in, results);
+#if MOEDGE_LEVEL == 1
+        case Type::BF16: return multiply_tile<Type::BF16, ONES>(matrix, tile, in, results);
+#else
+        case Type::INT4:
+            if (scales == Scales::PAIRS) return multiply_tile<Type::INT4, Scales::PAIRS>(matrix, tile, in, results);
+            return multiply_tile<Type::INT4, ANY>(matrix, tile, in, results);
         case Type::E2M1: return multiply_tile<Type::E2M1, Scales::UINT8>(matrix, tile, in, results);
         case Type::INT3: return multiply_tile<Type::INT3, Scales::BFLOAT16>(matrix, tile, in, results);
         case Type::VQ2: return multiply_tile<Type::VQ2, Scales::BFLOAT16>(matrix, tile, in, results);
         case Type::INT8: return multiply_tile<Type::INT8, ANY>(matrix, tile, in, results);
-        case Type::BF16:
-#if MOEDGE_LEVEL == 1
-            return multiply_tile<Type::BF16, ONES>(matrix, tile, in, results);
 #endif
-            break;
+        default: break;
     }
 }
 
@@ -623,15 +611,6 @@ inline float sum_of(const uint16_t* chunk) {
     for (int i = 0; i < CHUNK; i += 8)
         for (int j = 0; j < 8; j++) total[j] += bf16_to_float(chunk[i + j]);
     return ((total[0] + total[1]) + (total[2] + total[3])) + ((total[4] + total[5]) + (total[6] + total[7]));
-}
-
-// Puts one row of x [columns] at index `row` of Inputs.
-inline void put_row(const uint16_t* from, int64_t columns, int64_t row, int64_t rows, uint16_t* x, float* sums) {
-    for (int64_t chunk = 0; chunk < columns / CHUNK; chunk++) {
-        uint16_t* to = x + (chunk * rows + row) * CHUNK;
-        memcpy(to, from + chunk * CHUNK, CHUNK * sizeof(uint16_t));
-        sums[chunk * rows + row] = sum_of(to);
-    }
 }
 
 inline void round_all(const float* from, uint16_t* to) {

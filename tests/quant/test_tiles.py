@@ -84,6 +84,38 @@ def test_products_agree_with_float64_and_rows_with_themselves(name: str, isa: st
         assert torch.equal(compute.linear(x[part], packed), whole[part]), (isa, count)
 
 
+@needs_library
+@pytest.mark.parametrize("octaves", [7, 40])
+@pytest.mark.parametrize("name", INTEGERS)
+def test_inputs_of_many_magnitudes_keep_the_bits_that_are_promised(name: str, octaves: int, isa: str) -> None:
+    # With AVX2 alone an input is an integer of 16 bits times a power of two of its chunk (quant/native/tiles_words.h).
+    planes = random_planes(get_format(name), (64, 576 if FORMATS[name].group in (None, 32, 64) else 512), seed=7)
+    packed, exact = from_planes(name, planes, "bfloat16", TILES), defined(get_format(name), planes)
+    generator = torch.Generator().manual_seed(octaves)
+    x = rows_of(9, exact.shape[1]).sign() * 2.0 ** torch.randint(-octaves, 0, (9, exact.shape[1]), generator=generator)
+    x = (x * (1 + torch.randint(0, 128, x.shape, generator=generator) / 128)).bfloat16()
+    wide, weights = x.double(), exact.abs().t()
+    largest = wide.abs().view(9, -1, 32).amax(2, keepdim=True).expand(9, -1, 32).reshape(9, -1)
+    # Down to a 128th of the largest of its chunk, all bits of a number; of a smaller one, what its chunk's unit leaves.
+    lost = (largest * 2**-15 * (wide.abs() < largest / 128)) @ weights
+    rounding = 2**-8 * (wide @ exact.t()).abs() + 2**-19 * (wide.abs() @ weights)
+    error = (matmul().linear(x, packed).double() - wide @ exact.t()).abs()
+    assert bool((error <= lost + rounding).all())
+    assert (octaves > 7) == bool(lost.any())
+
+
+@needs_library
+@pytest.mark.parametrize("wrong", [float("inf"), float("nan")])
+@pytest.mark.parametrize("name", INTEGERS)
+def test_a_number_that_is_not_finite_stays_in_its_row(name: str, wrong: float, isa: str) -> None:
+    packed, x = from_planes(name, random_planes(get_format(name), (64, 512)), "bfloat16", TILES), rows_of(5, 512)
+    right = matmul().linear(x, packed)
+    x[2, 70] = wrong
+    found = matmul().linear(x, packed)
+    assert not found[2].isfinite().any()
+    assert torch.equal(found[[0, 1, 3, 4]], right[[0, 1, 3, 4]])
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_widening_by_the_library_has_the_bits_of_the_codec(
     name: str, isa: str, monkeypatch: pytest.MonkeyPatch

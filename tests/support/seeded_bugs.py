@@ -71,6 +71,7 @@ BUGS = _bugs(
         "    const int64_t most = matrix.group < MOST_PART ? matrix.group : MOST_PART;\n"
         "    const int64_t chunks = matrix.columns / most * most / CHUNK;\n    const Codes<VALUES> source",
         "products in tiles",
+        least_isa="avx512",
     ),
     Bug(
         "columns that many rows share",
@@ -85,6 +86,22 @@ BUGS = _bugs(
         "    const int64_t chunks = matrix.columns / CHUNK;\n    const Quads",
         "    const int64_t chunks = matrix.columns / 128 * 128 / CHUNK;\n    const Quads",
         "products in tiles",
+    ),
+    Bug(
+        "columns of words",
+        "quant/native/tiles_words.h",
+        "    const int64_t chunks = matrix.columns / CHUNK;\n    const WordCodes",
+        "    const int64_t chunks = matrix.columns / 128 * 128 / CHUNK;\n    const WordCodes",
+        "products in tiles",
+        most_isa="avx2",
+    ),
+    Bug(
+        "signs of sums of words",
+        "quant/native/tiles_words.h",
+        "return int32_t(bits << 8) >> 8;",
+        "return int32_t(bits & 0xffffff);",
+        "products in tiles",
+        most_isa="avx2",
     ),
     Bug(
         "rows of floats",

@@ -167,7 +167,7 @@ Q, HEAD = "layer 0, self_attn.q_proj", "the output head"
 PLANTED: dict[str, tuple[dict[str, int], tuple[str, str, str], bool, str]] = {
     "columns of a row's scale": (WIDE, ("int8", "float", "bf16"), False, Q),
     # Of experts, where a processor has another way for so many rows of a dense matrix.
-    "columns that many rows share": (WIDE, ("int8", "float", "bf16"), False, "layer 0, "),
+    "columns that many rows share": (WIDE, ("nf4", "float", "bf16"), False, "layer 0, "),
     "columns of integers": (WIDE, ("int4", "int8", "bf16"), False, Q),
     "groups of a tile": (WIDE, ("int8", "float", "bf16"), False, Q),
     "tiles of a matrix": (WIDE, ("int8", "float", "bf16"), False, HEAD),
@@ -178,6 +178,8 @@ PLANTED: dict[str, tuple[dict[str, int], tuple[str, str, str], bool, str]] = {
     "keys of a split": (WIDE, ("none", "float", "bf16"), False, "layer 0, attention"),
     "last columns of int8 rows": (NARROW, ("int8", "float", "bf16"), False, "layer 0 "),
     "chunks of a widened tile": (WIDE, ("int4", "float", "bf16"), False, "layer 0, attention"),
+    "columns of words": (WIDE, ("int8", "float", "bf16"), False, Q),
+    "signs of sums of words": (WIDE, ("int4", "float", "bf16"), False, Q),
     "rows of floats": (WIDE, ("none", "float", "bf16"), False, Q),
     "rows of a deterministic product": (NARROW, ("none", "float", "bf16"), True, "layer 0, self_attn"),
     "strips of a matrix": (WIDE | {"vocab_size": 3000}, ("int8", "float", "bf16"), True, HEAD),
