@@ -21,7 +21,7 @@ from ..offload.stream.stream import Arrival, Shard, ShardKey, ShardStream
 from .expert import ExpertGroups
 from .routing_stats import RoutingStats
 from .running_mean import RunningMean
-from .streaming_mode import _NEWEST, Mode, RouterLatency, choose_mode, num_guesses
+from .streaming_mode import _NEWEST, Mode, RouterLatency, choose_mode, guess_savings, num_guesses
 
 
 @dataclass(slots=True)
@@ -288,12 +288,14 @@ class StreamingOrder:
 
     def foresee(self, layer: int, hidden: torch.Tensor, per_token: int) -> tuple[torch.Tensor, ...]:
         """What the layer behind `layer` may want (`ExpertForecast`), in mode `wanted`, too: guesses that are not used
-        show whether they would be good. Nothing for the first layer of a pass, and for one that reads all.
+        show whether they would be good. Nothing for the first layer of a pass, for one that reads all, and where the
+        best guesses would save nothing, as where reads hide behind compute.
 
-        Before `begin`, the first layer of a pass sees the modes of the pass before.
+        Before `begin`, the first layer of a pass sees the modes and the size of the pass before.
         """
         following = self._layer_of(self._positions[layer] + 1)
-        if self._mode[following] is Mode.ALL or following == self._layers[0]:
+        useless = guess_savings(*self.latency.mean(self._tokens), precision=1.0) <= 0.0
+        if useless or self._mode[following] is Mode.ALL or following == self._layers[0]:
             return ()
         return self.forecast.foresee(following, hidden, per_token)
 

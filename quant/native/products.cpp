@@ -9,10 +9,12 @@
 
 namespace {
 
-// Tiles that one item computes: about 64 KiB of codes.
-int64_t tiles_at_once(const Matrix& matrix) {
-    const int64_t nbytes = matrix.columns * OUTPUTS / (matrix.type == Type::INT8 ? 1 : 2);
-    return nbytes < 65536 ? 65536 / nbytes : 1;
+// Tiles that one item computes with so many rows: as much as one row and 64 KiB of codes, and a 16th of the matrix at most,
+// so that threads end together.
+int64_t tiles_at_once(const Matrix& matrix, int64_t rows) {
+    const int64_t work = rows * matrix.columns * OUTPUTS / (matrix.type == Type::INT8 ? 1 : 2);
+    const int64_t most = matrix.tiles() / 16, few = 65536 / work;
+    return few < 2 || most < 2 ? 1 : few < most ? few : most;
 }
 
 // The memory of `rows` inputs of a matrix: bfloat16 and the sums of their chunks, or integers, which take less.
@@ -146,7 +148,7 @@ extern "C" void MOEDGE_NAMED(moedge_multiply)(const moedge_product* product) {
         char* const scratch = product->scratch + block * Memory::nbytes(at_once, matrix.columns);
         return Memory(scratch, rows_of(block), matrix);
     };
-    const int64_t step = tiles_at_once(matrix), packing = ceil_of(rows, PACKED), items = ceil_of(matrix.tiles(), step);
+    const int64_t step = tiles_at_once(matrix, rows), packing = ceil_of(rows, PACKED), items = ceil_of(matrix.tiles(), step);
     for (int64_t item; (item = work.take()) < packing + items * ceil_of(rows, at_once);) {
         if (item < packing) {
             const int64_t block = item * PACKED / at_once, first = block * at_once;
@@ -171,7 +173,7 @@ extern "C" void MOEDGE_NAMED(moedge_experts)(const moedge_mixture* mixture) {
     const int64_t jobs = experts.num_jobs;
     if (jobs == 0) return;
     const Job any = experts.job(0);
-    const int64_t chunks = any.down.columns / CHUNK, step = tiles_at_once(any.down);
+    const int64_t chunks = any.down.columns / CHUNK, step = tiles_at_once(any.down, any.rows);
     const int64_t pieces = ceil_of(any.down.tiles(), step);
     const int64_t gathered = jobs, activated = gathered + jobs * chunks;
     for (int64_t item; (item = work.take()) < activated + jobs * pieces;) {

@@ -95,6 +95,9 @@ ROWS = 256
 SCORED_NUMEL = 4 << 20
 # Elements of keys (and of values) of generated tokens that torch gathers at a time, a sequence at least.
 GATHERED_NUMEL = 4 << 20
+# Scores of a head of a chunk of a prompt up to which the CPU kernels of rows compute it: calls of torch for every chunk
+# take longer than its products (bench/results/attention.md).
+CHUNK_SCORES = 96 * 96
 # One thread multiplies this many elements before a second one has woken up.
 SINGLE_THREAD_NUMEL = 1 << 18
 # Bytes of the partial results of a wave.

@@ -24,7 +24,7 @@ from ...quant.native.library import CONSTANTS, ENUMS, NativeAttention, NativeAtt
 from ..engine.sequence import Batch, TokenChunk
 from ..kv.cache import KVCache
 from ..kv.pool import KVPool
-from .choice import PARTIALS_NBYTES, SINGLE_THREAD_NUMEL
+from .choice import CHUNK_SCORES, PARTIALS_NBYTES, SINGLE_THREAD_NUMEL
 from .protocol import AttentionCall, check_reach, decodes
 
 Ints = npt.NDArray[np.int32]
@@ -32,6 +32,13 @@ ROWS, SPLIT, FORMATS = CONSTANTS["rows"], CONSTANTS["split"], ENUMS["format"]
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # Items of every thread, so that all end at about the same time.
 _ITEMS_PER_WORKER = 8
+
+
+def computes(call: AttentionCall, chunk: TokenChunk) -> bool:
+    """Whether the kernels compute a chunk of a pass whose bits may depend on other rows: one that decodes, or a short
+    one of a prompt."""
+    length = chunk.past + chunk.count
+    return decodes(call, chunk) or (chunk.count * length <= CHUNK_SCORES and not call.leaves_out(length))
 
 
 class Stored(NamedTuple):
@@ -125,15 +132,16 @@ class RowAttention:
         self._partials = torch.empty(0)
         self._plans: WeakKeyDictionary[Batch, dict[tuple[int, str], RowPlan | None]] = WeakKeyDictionary()
 
-    def plan(self, call: AttentionCall, batch: Batch, group: int, rows: str = "decode") -> RowPlan | None:
+    def plan(self, call: AttentionCall, batch: Batch, group: int, rows: str = "few") -> RowPlan | None:
         """What the kernels compute of a pass; None where that is nothing.
 
-        `rows` are those that "decode", generated tokens and drafted ones; "gathered" are the same, in a tensor of their
-        own; or "all".
+        `rows` are the "few" of chunks that `computes` names; those that decode, "gathered" in a tensor of their own; or
+        "all".
         """
         plans, key = self._plans.setdefault(batch, {}), (group, rows)
         if key not in plans:
-            chosen = [chunk for chunk in batch.chunks if rows == "all" or decodes(call, chunk)]
+            takes = {"few": computes, "gathered": decodes, "all": lambda call, chunk: True}[rows]
+            chosen = [chunk for chunk in batch.chunks if takes(call, chunk)]
             plans[key] = self._make(call, chosen, group, rows == "gathered") if chosen else None
         return plans[key]
 
@@ -326,14 +334,13 @@ class AttentionSteps:
 
     def begin(self, batch: Batch) -> list[int] | None:
         """Gets ready for a pass; the addresses of its slots int64 [T], by layer. None if it has other rows."""
-        if len(batch.chunks) != batch.num_tokens:
-            return None
         self._waves, slots = {}, {}
         for call, group in zip(self._calls, self._groups, strict=True):
             if group in self._waves:
                 continue
             plan = self._rows.plan(call, batch, group)
-            assert plan is not None
+            if plan is None or len(plan.rows) < batch.num_tokens:
+                return None
             waves = list(plan.waves(self._q.shape[1] // plan.kv_heads, self._threads))
             if len(waves) > 1:
                 return None
@@ -352,8 +359,9 @@ class AttentionSteps:
         tables = (chunk.sequence.table.blocks[group] for chunk in batch.chunks)
         return np.array(
             [
-                table[chunk.past // block] * block + chunk.past % block
+                table[position // block] * block + position % block
                 for chunk, table in zip(batch.chunks, tables, strict=True)
+                for position in range(chunk.past, chunk.past + chunk.count)
             ],
             np.int64,
         )

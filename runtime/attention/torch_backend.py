@@ -21,7 +21,7 @@ from ..kv.cache import KVCache, LayerIndex
 from ..kv.pool import KVPool
 from ..shape.model_shape import KVGroup
 from .choice import GATHERED_NUMEL, ROWS
-from .native_rows import AttentionSteps, RowAttention, RowQuery, stored, stores_plainly
+from .native_rows import AttentionSteps, RowAttention, RowQuery, computes, stored, stores_plainly
 from .protocol import AttentionCall, GroupSlots, PassSlots, StoreFunction, check_reach, decodes, is_causal_prefill
 
 
@@ -265,7 +265,8 @@ class TorchAttention:
     ) -> None:
         """`store` writes keys and values into the pool; torch does where it is None.
 
-        `native`: CPU kernels compute generated tokens, and where `tiled` every row; no row's bits depend on others.
+        `native`: CPU kernels compute generated tokens and short chunks of prompts, and where `tiled` every row; no
+        row's bits depend on others.
         """
         self.cache = cache
         self._store = store
@@ -293,7 +294,7 @@ class TorchAttention:
         if self._native is None or not self.tiled:
             self._prompts(call, layer_index, batch, (q, k, v), out)
         if self._native is not None:
-            plan = self._native.plan(call, batch, layer_index.group, "all" if self.tiled else "decode")
+            plan = self._native.plan(call, batch, layer_index.group, "all" if self.tiled else "few")
             if plan is not None:
                 keys, values = stored(pool, layer_index.index)
                 self._native.attend(RowQuery.of(call, pool, layer_index.index, q), [keys], values, plan, out)
@@ -322,15 +323,20 @@ class TorchAttention:
         qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         out: torch.Tensor,
     ) -> None:
-        """Fills the rows of `out` of chunks that do not decode; where `tiled`, all rows."""
+        """Fills the rows of `out` of chunks of prompts that no kernel computes; where `tiled`, all rows."""
         (q, k, v), pool = qkv, self.cache.pools[layer_index.group]
-        for chunk in batch.chunks:
+        by_rows = decodes if self._native is None else computes
+        prompts = [chunk for chunk in batch.chunks if self.tiled or not by_rows(call, chunk)]
+        fresh = {chunk for chunk in prompts if not self.tiled and is_causal_prefill(call, chunk)}
+        if fresh:
+            # One after the other, each of many chunks would take as long as all of them.
+            q, (k, v) = pool.queries(q), pool.as_stored(layer_index.index, k, v)
+        for chunk in prompts:
             rows = slice(chunk.begin, chunk.end)
-            if not self.tiled and is_causal_prefill(call, chunk):
-                as_stored = pool.as_stored(layer_index.index, k[rows], v[rows])
-                out[rows] = attend_fresh(call, pool.queries(q[rows]), *as_stored)
-            elif self.tiled or not decodes(call, chunk):
-                self.attend_past(call, layer_index, chunk, q[rows], out[rows])
+            if chunk in fresh:
+                out[rows] = attend_fresh(call, q[rows], k[rows], v[rows])
+            else:
+                self.attend_past(call, layer_index, chunk, qkv[0][rows], out[rows])
 
     def attend_past(
         self, call: AttentionCall, layer_index: LayerIndex, chunk: TokenChunk, q: torch.Tensor, out: torch.Tensor

@@ -531,15 +531,14 @@ class _Search:
         return Room(cached, candidate.cache.blocks(cached), left), all_run
 
     def _placement(self, candidate: Candidate, free_nbytes: int, ring: int) -> tuple[Placement, int]:
-        """What is held in `free_nbytes`, and the buffers of layers whose experts stream, for passes in which sequences
-        generate and draft: these save more than the few experts whose memory they take."""
-        weights, shards = candidate.weights, candidate.weights.shards
-        shape, rows = weights.shape, min(candidate.tokens_per_pass, 2 * candidate.live)
+        """What is held in `free_nbytes`, and the buffers of layers whose experts stream: these save more than the few
+        experts whose memory they take."""
+        weights, shards, shape = candidate.weights, candidate.weights.shards, candidate.weights.shape
         placement = choose_placement(shards, free_nbytes, ring)
         assert placement is not None, "a candidate leaves the fewest bytes that weights need"
         if not placement.ring_nbytes or not shape.num_experts or weights.on_device or shape.state_groups:
             return placement, 0
-        most = fused_nbytes(shape, rows, experts_stream=True)
+        most = fused_nbytes(shape, candidate.tokens_per_pass, experts_stream=True)
         if not fuses(weights.quant, weights.dtype, weights.deterministic) or not most:
             return placement, 0
         less = choose_placement(shards, free_nbytes - most, ring)

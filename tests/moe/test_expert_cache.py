@@ -1,5 +1,6 @@
 """Experts are taken by whoever is free, and none loses its place while somebody computes on it."""
 
+import itertools
 import random
 import threading
 import time
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from moedge.moe import expert_cache
-from moedge.moe.expert import ExpertBody, OneShotEvent, ResidentExpert, mix_experts
+from moedge.moe.expert import ExpertBody, OneShotEvent, ResidentExpert, group_by_expert, mix_experts
 from moedge.moe.expert_cache import ExpertSlots, Popular, StreamedExperts, StreamingExpertCache
 from moedge.moe.routing_stats import RoutingStats
 from moedge.moe.streaming_mode import Mode, RouterLatency
@@ -172,3 +173,23 @@ def test_what_happens_once_is_waited_for(times: int) -> None:
     assert happened.has_happened
     # Whoever comes later need not wait.
     happened.wait()
+
+
+@pytest.mark.parametrize(("stalled", "forecasts"), [(0, False), (3, True)])
+def test_nothing_is_foreseen_where_reads_hide_behind_compute(stalled: int, forecasts: bool) -> None:
+    """The lane idles for two expert reads before every router has chosen; compute waits for it, or never does."""
+    stats = RoutingStats(dict.fromkeys(range(LAYERS), EXPERTS))
+    waited, clock = itertools.count(0, stalled), itertools.count(0, 2)
+    order = StreamingOrder(
+        ExpertFetchQueue(open_stream(2)[0], shard),
+        lambda layer: set(),
+        ExpertForecast(stats, {layer: torch.randn(EXPERTS, 1) for layer in range(LAYERS)}),
+        RouterLatency(lambda: 1.0, lambda: ALIGNMENT, lambda: next(waited), ALIGNMENT, lambda: next(clock)),
+        most_ahead=3,
+        forced=Mode.WANTED,
+    )
+    groups = group_by_expert(torch.zeros(TOKENS, 1, dtype=torch.int64), EXPERTS)
+    assert order.foresee(0, torch.randn(TOKENS, 1), 1), "nothing was measured yet"
+    for layer in [*range(LAYERS)] * 2:
+        order.begin(layer, groups)
+    assert bool(order.foresee(0, torch.randn(TOKENS, 1), 1)) == forecasts

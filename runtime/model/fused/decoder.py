@@ -1,4 +1,5 @@
-"""Computes all decoder layers of a pass of generated tokens in one call of the library: these models' executor.
+"""Computes all decoder layers of a pass of generated tokens and short prompts in one call of the library: these models'
+executor.
 
 Where experts stream, a call ends when a layer has chosen its experts, and the next one begins by adding them up.
 """
@@ -57,8 +58,8 @@ class FusedDecoder:
         return None if attention is None else cls(layers, compute, attention, attended)
 
     def begin(self, batch: Batch) -> list[int] | None:
-        """Gets ready for a pass: the addresses of its slots by layer. None where it has other rows than generated
-        tokens, or too many."""
+        """Gets ready for a pass: the addresses of its slots by layer. None where it has longer chunks of prompts, or
+        too many rows."""
         few = 0 < batch.num_tokens <= self.layers[0].most_rows
         return self._attention.begin(batch) if few else None
 
@@ -104,7 +105,8 @@ class FusedDecoder:
 
 
 class FusedExecutor:
-    """Passes of generated tokens by `decoder`, between the model's embedding and its head; others by the seams.
+    """Passes of generated tokens and short prompts by `decoder`, between the model's embedding and its head; others by
+    the seams.
 
     A self-test at load has shown that it gives the bits of the model's own forward.
     """
