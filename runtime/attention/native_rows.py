@@ -140,8 +140,8 @@ class RowAttention:
         """
         plans, key = self._plans.setdefault(batch, {}), (group, rows)
         if key not in plans:
-            takes = {"few": computes, "gathered": decodes, "all": lambda call, chunk: True}[rows]
-            chosen = [chunk for chunk in batch.chunks if takes(call, chunk)]
+            takes = decodes if rows == "gathered" else computes
+            chosen = [chunk for chunk in batch.chunks if rows == "all" or takes(call, chunk)]
             plans[key] = self._make(call, chosen, group, rows == "gathered") if chosen else None
         return plans[key]
 
