@@ -23,9 +23,11 @@ pytestmark = pytest.mark.real
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 COMMON = ("--ram", "4GiB", "--gpu-mem", "0", "--quant", "none")
-# What the model says with its weights as they are; it does so whatever computes them (test_cases.py).
 KEY = "the key of this test"
-PARIS = "The capital of France is Paris."
+# A question, and what the model says with its weights as they are or in int8; it does so whatever computes them, while
+# it names the capital of France in English or in French by the last bit of a logit in bf16.
+ASKED = QUESTIONS.index("What is the capital of Japan?")
+TOKYO = "The capital of Japan is Tokyo."
 
 
 def moedge(*arguments: object, codes: tuple[int, ...] = (0,), variables: Mapping[str, str] | None = None) -> str:
@@ -38,22 +40,22 @@ def moedge(*arguments: object, codes: tuple[int, ...] = (0,), variables: Mapping
 
 
 def test_run_answers_a_question(model: Path) -> None:
-    said = moedge("run", model, QUESTIONS[0], *COMMON, "--temperature", "0", "--max-tokens", "32")
-    assert said.strip() == PARIS
+    said = moedge("run", model, QUESTIONS[ASKED], *COMMON, "--temperature", "0", "--max-tokens", "32")
+    assert said.strip() == TOKYO
 
 
 def test_batch_answers_every_row_and_ends_where_the_model_does(model: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     lines = [
         {"id": str(index), "messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 48}
-        for index, question in enumerate(QUESTIONS[:8])
+        for index, question in enumerate(QUESTIONS[ASKED : ASKED + 8])
     ]
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
     out = tmp_path / "answers.jsonl"
     moedge("batch", model, rows, "-o", out, *COMMON[:4], "--quant", "int8", variables={"MOEDGE_COMPUTE": "float"})
     answers = [json.loads(line) for line in out.read_text().splitlines()]
     assert [answer["id"] for answer in answers] == [line["id"] for line in lines]
-    assert answers[0]["text"] == PARIS
+    assert answers[0]["text"] == TOKYO
     assert answers[0]["finish_reason"] == "stop"
     assert not any("<|im_" in answer["text"] for answer in answers)
     assert {answer["finish_reason"] for answer in answers} == {"stop", "length"}
@@ -95,14 +97,14 @@ def test_the_server_answers_as_the_batch_does(model: Path, tmp_path: Path) -> No
     try:
         address = next(found[1] for line in process.stderr if (found := re.match(r"listening on (\S+);", line)))
         client = OpenAI(base_url=address, api_key=KEY, timeout=600)
-        messages = [{"role": "user", "content": QUESTIONS[0]}]
+        messages = [{"role": "user", "content": QUESTIONS[ASKED]}]
         answer = client.chat.completions.create(
             model="any",
             messages=messages,
             temperature=0,
             max_tokens=32,  # type: ignore[arg-type]
         )
-        assert answer.choices[0].message.content == PARIS
+        assert answer.choices[0].message.content == TOKYO
         assert answer.choices[0].finish_reason == "stop"
     finally:
         process.send_signal(signal.SIGINT)
