@@ -9,11 +9,12 @@
 
 namespace {
 
-// Tiles that one item computes with so many rows: as much as one row and 64 KiB of codes, and a 16th of the matrix at most,
-// so that threads end together.
-int64_t tiles_at_once(const Matrix& matrix, int64_t rows) {
-    const int64_t work = rows * matrix.columns * OUTPUTS / (matrix.type == Type::INT8 ? 1 : 2);
-    const int64_t most = matrix.tiles() / 16, few = 65536 / work;
+// Of `tiles` tiles of such a matrix, those that one item computes with so many rows: what takes some microseconds, beside
+// which taking an item is nothing, and a 16th of them at most, so that threads end together. Four rows take about as long
+// as one, for which codes have to be read.
+int64_t tiles_at_once(const Matrix& matrix, int64_t rows, int64_t tiles) {
+    const int64_t codes = matrix.columns * OUTPUTS / (matrix.type == Type::INT8 ? 1 : 2);
+    const int64_t most = tiles / 16, few = 131072 / (codes * ceil_of(rows, 4));
     return few < 2 || most < 2 ? 1 : few < most ? few : most;
 }
 
@@ -30,9 +31,10 @@ struct Memory {
           integers(scratch, num_rows, weights.columns) {}
     static int64_t nbytes(int64_t rows, int64_t columns) { return rows * columns / CHUNK * (CHUNK * 2 + 4); }
 
-    void put_row(const uint16_t* from, int64_t row) const {
-        if (matrix.integers) return integers.put_row(from, row, matrix);
-        for (int64_t chunk = 0; chunk < matrix.columns / CHUNK; chunk++) put_floats(from + chunk * CHUNK, chunk * rows + row);
+    // A chunk of one row, in bfloat16.
+    void put(const uint16_t* from, int64_t chunk, int64_t row) const {
+        if (matrix.integers) integers.put(from, chunk, row, matrix);
+        else put_floats(from, chunk * rows + row);
     }
 
     // A chunk of all rows, [rows, CHUNK].
@@ -50,7 +52,6 @@ struct Memory {
         }
     }
 
-    // A chunk of one row, in bfloat16.
     void put_floats(const uint16_t* from, int64_t at) const {
 #if MOEDGE_LEVEL == 1
         if (multiplies_words(matrix)) {
@@ -111,10 +112,17 @@ struct Experts : moedge_mixture {
     explicit Experts(const moedge_mixture& mixture) : moedge_mixture(mixture) {}
 
     Job job(int64_t index) const { return Job(jobs[index], integers != 0); }
+    int64_t rows_of_job() const {
+        int64_t rows = 0;
+        for (int64_t j = 0; j < num_jobs; j++) rows += jobs[j].rows;
+        return ceil_of(rows, num_jobs);
+    }
 
     void gather(const Job& job) const {
         const Memory memory = job.input(scratch);
-        for (int64_t r = 0; r < job.rows; r++) memory.put_row(hidden + token_ids[job.first + r] * hidden_stride, r);
+        for (int64_t r = 0; r < job.rows; r++)
+            for (int64_t chunk = 0; chunk < job.up.columns / CHUNK; chunk++)
+                memory.put(hidden + token_ids[job.first + r] * hidden_stride + chunk * CHUNK, chunk, r);
     }
 
     // The 32 inner numbers of all rows that two tiles of the first matrix give: a chunk of the second matrix's inputs.
@@ -140,21 +148,29 @@ extern "C" void MOEDGE_NAMED(moedge_multiply)(const moedge_product* product) {
     const int64_t rows = product->rows;
     const Work work = {product->counters};
     const Matrix matrix(product->weights, product->bias, product->integers != 0);
-    // Blocks of about the same number of rows, whole runs of PACKED.
-    constexpr int64_t PACKED = 8;
-    const int64_t at_once = ceil_of(ceil_of(rows, ceil_of(rows, MOST_ROWS)), PACKED) * PACKED;
+    // Blocks of about the same number of rows. An item of packing is a run of chunks of all rows of a block, about as much as
+    // PACKED rows: what rows of a chunk have lies together, and threads that wrote rows apart would share cache lines.
+    constexpr int64_t PACKED = 8, ROWS_AHEAD = 16;
+    const int64_t at_once = ceil_of(rows, ceil_of(rows, MOST_ROWS)), chunks = matrix.columns / CHUNK;
+    const int64_t run = ceil_of(chunks, ceil_of(at_once, PACKED)), runs = ceil_of(chunks, run);
     const auto rows_of = [&](int64_t block) { return rows - block * at_once < at_once ? rows - block * at_once : at_once; };
     const auto memory_of = [&](int64_t block) {
         char* const scratch = product->scratch + block * Memory::nbytes(at_once, matrix.columns);
         return Memory(scratch, rows_of(block), matrix);
     };
-    const int64_t step = tiles_at_once(matrix, rows), packing = ceil_of(rows, PACKED), items = ceil_of(matrix.tiles(), step);
+    const int64_t step = tiles_at_once(matrix, rows, matrix.tiles()), packing = ceil_of(rows, at_once) * runs, items = ceil_of(matrix.tiles(), step);
     for (int64_t item; (item = work.take()) < packing + items * ceil_of(rows, at_once);) {
         if (item < packing) {
-            const int64_t block = item * PACKED / at_once, first = block * at_once;
+            const int64_t block = item / runs, begin = item % runs * run, end = begin + run < chunks ? begin + run : chunks;
             const Memory memory = memory_of(block);
-            for (int64_t r = item * PACKED; r < rows && r < item * PACKED + PACKED; r++)
-                memory.put_row(product->x + r * product->x_stride, r - first);
+            const uint16_t* const x = product->x + block * at_once * product->x_stride;
+            for (int64_t r = 0; r < memory.rows; r++) {
+                const uint16_t* const row = x + r * product->x_stride;
+                for (int64_t chunk = begin; chunk < end; chunk++) {
+                    _mm_prefetch((const char*)(row + ROWS_AHEAD * product->x_stride + chunk * CHUNK), _MM_HINT_T0);
+                    memory.put(row + chunk * CHUNK, chunk, r);
+                }
+            }
             work.finish();
             continue;
         }
@@ -173,15 +189,19 @@ extern "C" void MOEDGE_NAMED(moedge_experts)(const moedge_mixture* mixture) {
     const int64_t jobs = experts.num_jobs;
     if (jobs == 0) return;
     const Job any = experts.job(0);
-    const int64_t chunks = any.down.columns / CHUNK, step = tiles_at_once(any.down, any.rows);
-    const int64_t pieces = ceil_of(any.down.tiles(), step);
-    const int64_t gathered = jobs, activated = gathered + jobs * chunks;
+    // Chunks of the second matrix's inputs take two tiles of the first one each. Items are of one job.
+    const int64_t chunks = any.down.columns / CHUNK, rows = experts.rows_of_job();
+    const int64_t run = ceil_of(tiles_at_once(any.up, rows, jobs * any.up.tiles()), 2), runs = ceil_of(chunks, run);
+    const int64_t step = tiles_at_once(any.down, rows, jobs * any.down.tiles()), pieces = ceil_of(any.down.tiles(), step);
+    const int64_t gathered = jobs, activated = gathered + jobs * runs;
     for (int64_t item; (item = work.take()) < activated + jobs * pieces;) {
         if (item < gathered) {
             experts.gather(experts.job(item));
         } else if (item < activated) {
             work.wait(gathered);
-            experts.activate(experts.job((item - gathered) / chunks), (item - gathered) % chunks);
+            const Job job = experts.job((item - gathered) / runs);
+            const int64_t first = (item - gathered) % runs * run;
+            for (int64_t chunk = first; chunk < first + run && chunk < chunks; chunk++) experts.activate(job, chunk);
         } else {
             work.wait(activated);
             const Job job = experts.job((item - activated) / pieces);

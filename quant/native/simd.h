@@ -24,6 +24,9 @@ inline vi table_of(const void *p) { return _mm512_broadcast_i32x4(_mm_loadu_si12
 inline vf round(vf x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 // `other` where x is NaN.
 inline vi unless_nan(vf x, vi kept, vi other) { return _mm512_mask_mov_epi32(kept, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), other); }
+inline bool all_finite(vf x) { return _mm512_fpclass_ps_mask(x, 0x99) == 0; }
+// The lowest byte of each lane.
+inline void to_bytes(vi lanes, int8_t *to) { _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8(lanes)); }
 // x where a < b, else y.
 inline vf where_less(vf a, vf b, vf x, vf y) { return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), x); }
 // Bytes times the signs of others; what they are where these are 0 is left open.
@@ -53,6 +56,14 @@ inline vi table_of(const void *p) { return _mm256_broadcastsi128_si256(_mm_loadu
 inline vf round(vf x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline vi unless_nan(vf x, vi kept, vi other) {
     return _mm256_blendv_epi8(kept, other, _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
+}
+inline bool all_finite(vf x) {
+    const vf magnitude = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x);
+    return _mm256_movemask_ps(_mm256_cmp_ps(magnitude, _mm256_set1_ps(__builtin_inff()), _CMP_NLT_UQ)) == 0;
+}
+inline void to_bytes(vi lanes, int8_t *to) {
+    const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(lanes), _mm256_extracti128_si256(lanes, 1));
+    _mm_storel_epi64((__m128i *)to, _mm_packs_epi16(words, words));
 }
 inline vf where_less(vf a, vf b, vf x, vf y) { return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_LT_OQ)); }
 inline vi with_signs(vi bytes, vi signs) { return _mm256_sign_epi8(bytes, signs); }

@@ -18,8 +18,14 @@ namespace {
 
 // The counters of a step, in cache lines of their own: items taken, items done, threads that entered and that left.
 enum { TAKEN = 0, ENTERED = 16, LEFT = 24 };
-// The rows that one item of a step for rows computes.
-constexpr int64_t ROWS_OF_ITEM = 4;
+// Numbers that one item of a step computes at least: threads that take an item wait for each other as long as 100 take.
+constexpr int64_t ITEM_NUMBERS = 2048;
+
+// Rows of so many numbers that one item computes: a 32nd of all, so that threads end together, if that is enough.
+inline int64_t rows_at_once(int64_t rows, int64_t numbers) {
+    const int64_t few = (ITEM_NUMBERS + numbers - 1) / numbers, many = (rows + 31) / 32;
+    return few > many ? few : many;
+}
 
 struct Range {
     int64_t begin, end;
@@ -62,7 +68,8 @@ struct Norm : moedge_norm {
 };
 
 void run(const Norm& norm, int64_t* counters) {
-    for (Range some; (some = take_rows(counters, norm.rows, ROWS_OF_ITEM)).begin < norm.rows;)
+    const int64_t at_once = rows_at_once(norm.rows, norm.columns);
+    for (Range some; (some = take_rows(counters, norm.rows, at_once)).begin < norm.rows;)
         for (int64_t r = some.begin; r < some.end; r++) norm.row(r);
 }
 
@@ -104,7 +111,9 @@ struct Heads : moedge_heads {
 };
 
 void run(const Heads& heads, int64_t* counters) {
-    for (Range some; (some = take_rows(counters, heads.rows, 1)).begin < heads.rows;) heads.row(some.begin);
+    const int64_t at_once = rows_at_once(heads.rows, (heads.queries.heads + heads.keys.heads) * heads.dim);
+    for (Range some; (some = take_rows(counters, heads.rows, at_once)).begin < heads.rows;)
+        for (int64_t r = some.begin; r < some.end; r++) heads.row(r);
 }
 
 struct Gating : moedge_gating {
@@ -121,8 +130,9 @@ struct Gating : moedge_gating {
 
 void run(const Gating& gating, int64_t* counters) {
     const int64_t pieces = (gating.columns + Gating::COLUMNS - 1) / Gating::COLUMNS;
-    for (Range some; (some = take_rows(counters, gating.rows * pieces, 1)).begin < gating.rows * pieces;)
-        gating.piece(some.begin / pieces, some.begin % pieces * Gating::COLUMNS);
+    const int64_t at_once = rows_at_once(gating.rows * pieces, Gating::COLUMNS);
+    for (Range some; (some = take_rows(counters, gating.rows * pieces, at_once)).begin < gating.rows * pieces;)
+        for (int64_t p = some.begin; p < some.end; p++) gating.piece(p / pieces, p % pieces * Gating::COLUMNS);
 }
 
 struct Router : moedge_router {
@@ -200,7 +210,8 @@ struct Choice : moedge_choice {
 };
 
 void run(const Choice& choice, int64_t* counters) {
-    for (Range some; (some = take_rows(counters, choice.rows, ROWS_OF_ITEM)).begin < choice.rows;)
+    const int64_t at_once = rows_at_once(choice.rows, choice.experts);
+    for (Range some; (some = take_rows(counters, choice.rows, at_once)).begin < choice.rows;)
         for (int64_t r = some.begin; r < some.end; r++) choice.row(r);
 }
 
@@ -242,7 +253,8 @@ struct Combination : moedge_combination {
 };
 
 void run(const Combination& combination, int64_t* counters) {
-    for (Range some; (some = take_rows(counters, combination.rows, ROWS_OF_ITEM)).begin < combination.rows;)
+    const int64_t at_once = rows_at_once(combination.rows, combination.chosen * combination.columns);
+    for (Range some; (some = take_rows(counters, combination.rows, at_once)).begin < combination.rows;)
         for (int64_t r = some.begin; r < some.end; r++) combination.row(r);
 }
 

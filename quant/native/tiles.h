@@ -571,9 +571,15 @@ inline void multiply_tile(const Matrix& matrix, int64_t tile, const Inputs& in, 
         for (int64_t begin = 0; begin < chunks; begin += SEVERAL) {
             const int64_t end = begin + SEVERAL < chunks ? begin + SEVERAL : chunks, pairs = (end - begin) * (CHUNK / 2);
             if constexpr (Codes<VALUES>::WHOLE)
-                for (int64_t c = begin; c < end; c++) make_chunk(source, c, (Pair(&)[CHUNK / 2])widened[(c - begin) * (CHUNK / 2)]);
+                for (int64_t c = begin; c < end; c++) {
+                    for (int64_t p = 0; p < CHUNK / 2; p++) source.prefetch(c * (CHUNK / 2) + p);
+                    make_chunk(source, c, (Pair(&)[CHUNK / 2])widened[(c - begin) * (CHUNK / 2)]);
+                }
             else
-                for (int64_t p = 0; p < pairs; p++) source.pair(begin * (CHUNK / 2) + p, widened[p]);
+                for (int64_t p = 0; p < pairs; p++) {
+                    source.prefetch(begin * (CHUNK / 2) + p);
+                    source.pair(begin * (CHUNK / 2) + p, widened[p]);
+                }
             for (int64_t first = 0; first < in.rows; first += at_once) {
                 const int64_t rest = in.rows - first;
                 add_rows<SCALES>(rest < at_once ? rest : at_once, results, Widened{widened}, matrix, tile, in, first, begin, end);

@@ -31,7 +31,9 @@ constexpr int summed_at_once(Type type) {
 #if MOEDGE_LEVEL >= 3
 template <Type VALUES>
 inline vi add_products(vi sums, vi codes, vi integers) {
-    return _mm512_dpbusd_epi32(sums, codes, integers);
+    // GCC would copy a sum before and after it is added to, and spill what then does not fit the registers.
+    asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(codes), "v"(integers));
+    return sums;
 }
 template <int FACTOR>
 inline vi begun(vi total) { return FACTOR == 1 ? total : all_lanes(0); }
@@ -179,42 +181,41 @@ struct IntegerInputs {
 
     // Rounds a chunk of a row, for products with a matrix. Results with a number that is not finite are NaN.
     void put(const vf (&numbers)[VECTORS], int64_t chunk, int64_t row, const Matrix& matrix) const {
-        vf most = set1(0.0f), wrong = set1(0.0f);
+        vf most = set1(0.0f);
+        bool finite = true;
         for (int v = 0; v < VECTORS; v++) {
             most = max(abs(numbers[v]), most);
-            wrong = fma(numbers[v], set1(0.0f), wrong);
+            finite &= all_finite(numbers[v]);
         }
-        const float peak = largest(most), nothing = sum(wrong);
-        const vf inverse = set1(peak > 1e-30f && nothing == 0 ? 127 / peak : 0.0f);
-        alignas(64) int32_t rounded[CHUNK];
-        for (int v = 0; v < VECTORS; v++) store_bytes(rounded + v * W, to_integers(mul(numbers[v], inverse)));
+        const float peak = largest(most);
+        const vf inverse = set1(peak > 1e-30f && finite ? 127 / peak : 0.0f);
         const int64_t at = chunk * rows + row;
-        int32_t total = 0;
-        for (int i = 0; i < CHUNK; i++) {
-            x[at * CHUNK + i] = int8_t(rounded[i]);
-            total += rounded[i];
+        vi added = all_lanes(0);
+        for (int v = 0; v < VECTORS; v++) {
+            const vi rounded = to_integers(mul(numbers[v], inverse));
+            to_bytes(rounded, x + at * CHUNK + v * W);
+            added = add_lanes(added, rounded);
         }
-        const float scale = peak / 127 + nothing;
+        // At most 127 * CHUNK, which floats are exact for.
+        const int32_t total = int32_t(sum(to_floats(added)));
+        const float scale = finite ? peak / 127 : __builtin_nanf("");
         const bool pairs = matrix.scales_type == Scales::PAIRS;
         scales[at] = pairs ? scale / 16 : matrix.type == Type::E2M1 || matrix.type == Type::VQ2 ? scale / 2 : scale;
         sums[at] = scale * float(total);
         starts[at] = pairs ? -total * 65536 : -offset_of(matrix.type) * total;
     }
 
-    // One row of x [columns].
-    void put_row(const uint16_t* from, int64_t row, const Matrix& matrix) const {
-        for (int64_t chunk = 0; chunk < matrix.columns / CHUNK; chunk++) {
-            vf numbers[VECTORS];
-            for (int v = 0; v < VECTORS; v++) numbers[v] = from_bf16(from + chunk * CHUNK + v * W);
-            put(numbers, chunk, row, matrix);
-        }
+    void put(const uint16_t* from, int64_t chunk, int64_t row, const Matrix& matrix) const {
+        vf numbers[VECTORS];
+        for (int v = 0; v < VECTORS; v++) numbers[v] = from_bf16(from + v * W);
+        put(numbers, chunk, row, matrix);
     }
 };
 
-// Without AVX-512, blocks are others than those of products of floats (ROWS_DIRECT, MOST_DIRECT, ROWS_AT_ONCE): sums of
-// integers need a register for each product, too.
-constexpr int INTEGERS_DIRECT = MOEDGE_LEVEL >= 2 ? int(ROWS_DIRECT) : 2, INTEGERS_MOST_DIRECT = MOEDGE_LEVEL >= 2 ? int(MOST_DIRECT) : 2;
-constexpr int INTEGERS_AT_ONCE = MOEDGE_LEVEL >= 2 ? ROWS_AT_ONCE : 4;
+// Rows of a block, whose sums and results fit the registers: without AVX-512, sums of integers need one for each product,
+// too. Up to so many rows codes are unpacked again for each block; of more, keeping quads is faster.
+constexpr int INTEGERS_DIRECT = MOEDGE_LEVEL >= 2 ? 6 : 2, INTEGERS_AT_ONCE = MOEDGE_LEVEL >= 2 ? 6 : 4;
+constexpr int integers_most_direct(Type type) { return MOEDGE_LEVEL < 2 ? 2 : type == Type::INT4 ? 24 : 12; }
 
 // Vectors of a tile whose sums with so many rows fit the registers.
 constexpr int vectors_at_once(int rows) { return MOEDGE_LEVEL >= 2 || rows <= INTEGERS_DIRECT ? VECTORS : VECTORS / 2; }
@@ -314,9 +315,6 @@ void add_integer_rows(int64_t rows, float* results, const Source& source, const 
 #if MOEDGE_LEVEL >= 2
         MOEDGE_CASE(5) MOEDGE_CASE(6)
 #endif
-#if MOEDGE_LEVEL >= 3
-        MOEDGE_CASE(7) MOEDGE_CASE(8) MOEDGE_CASE(9) MOEDGE_CASE(10) MOEDGE_CASE(11) MOEDGE_CASE(12)
-#endif
     }
 #undef MOEDGE_CASE
 }
@@ -326,8 +324,8 @@ void multiply_integers(const Matrix& matrix, int64_t tile, const IntegerInputs& 
     memset(results, 0, static_cast<size_t>(in.rows) * OUTPUTS * sizeof(float));
     const int64_t chunks = matrix.columns / CHUNK;
     const Quads<VALUES> source(matrix.codes + tile * (matrix.columns / 4) * Quads<VALUES>::NBYTES);
-    if (in.rows <= INTEGERS_MOST_DIRECT) {
-        const int64_t at_once = in.rows <= INTEGERS_DIRECT ? in.rows : (in.rows + 1) / 2;
+    if (in.rows <= integers_most_direct(VALUES)) {
+        const int64_t blocks = (in.rows + INTEGERS_DIRECT - 1) / INTEGERS_DIRECT, at_once = (in.rows + blocks - 1) / blocks;
         for (int64_t first = 0; first < in.rows; first += at_once) {
             const int64_t rest = in.rows - first;
             add_integer_rows<VALUES, SCALES>(rest < at_once ? rest : at_once, results, source, matrix, tile, in, first, 0, chunks);
@@ -339,9 +337,15 @@ void multiply_integers(const Matrix& matrix, int64_t tile, const IntegerInputs& 
         for (int64_t begin = 0; begin < chunks; begin += SEVERAL) {
             const int64_t end = begin + SEVERAL < chunks ? begin + SEVERAL : chunks, quads = (end - begin) * (CHUNK / 4);
             if (Quads<VALUES>::WHOLE)
-                for (int64_t c = begin; c < end; c++) make_chunk(source, c, (Quad(&)[CHUNK / 4])made[(c - begin) * (CHUNK / 4)]);
+                for (int64_t c = begin; c < end; c++) {
+                    for (int64_t q = 0; q < CHUNK / 4; q++) source.prefetch(c * (CHUNK / 4) + q);
+                    make_chunk(source, c, (Quad(&)[CHUNK / 4])made[(c - begin) * (CHUNK / 4)]);
+                }
             else
-                for (int64_t q = 0; q < quads; q++) source.quad(begin * (CHUNK / 4) + q, made[q]);
+                for (int64_t q = 0; q < quads; q++) {
+                    source.prefetch(begin * (CHUNK / 4) + q);
+                    source.quad(begin * (CHUNK / 4) + q, made[q]);
+                }
             for (int64_t first = 0; first < in.rows; first += at_once) {
                 const int64_t rest = in.rows - first;
                 add_integer_rows<VALUES, SCALES>(rest < at_once ? rest : at_once, results, MadeQuads{made}, matrix, tile, in,
