@@ -17,6 +17,7 @@ from .library import (
     ENUMS,
     NativeAttention,
     NativeBlocks,
+    NativeLogits,
     NativeMatrix,
     NativeTilesWidening,
     NativeWidening,
@@ -60,6 +61,20 @@ def dequantize_blocks(blocks: Tensor, kind: str, weights: int) -> Tensor | None:
     arguments = NativeBlocks(blocks.data_ptr(), out.data_ptr(), len(blocks), _BLOCK_TYPES[kind.lower()], None)
     function("moedge_dequantize", POINTER(NativeBlocks))(byref(arguments))
     return out
+
+
+def argmax(logits: Tensor) -> Tensor | None:
+    """The first largest number of each row of logits [B, V], int64; -1 where one is NaN or the largest is infinite.
+
+    None where the library cannot be used, or the logits are not bfloat16 in host memory with adjacent columns.
+    """
+    taken = logits.dtype == torch.bfloat16 and logits.device.type == "cpu" and logits.stride(1) == 1
+    if not taken or not available():
+        return None
+    ids = torch.empty(len(logits), dtype=torch.int64)
+    arguments = NativeLogits(logits.data_ptr(), logits.stride(0), *logits.shape, ids.data_ptr())
+    function("moedge_argmax", POINTER(NativeLogits))(byref(arguments))
+    return ids
 
 
 def look_up(codes: Tensor, numbers: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...quant.native.calls import argmax
 from .draw import NO_TOKEN, Draw, Sampled, uniform
 from .params import TokenLogprob
 
@@ -393,6 +394,9 @@ class Sampler:
 
 def _argmax(logits: Tensor) -> NDArray[np.int64]:
     """The first largest logit of each row, in one read: NaN counts as the largest, which reveals broken rows."""
+    found = argmax(logits)
+    if found is not None:
+        return found.masked_fill_(found < 0, NO_TOKEN).numpy()
     if logits.device.type == "cpu":
         # Rows are widened a few at a time, in the cache: all of them would be memory that is mapped anew in every pass.
         few = max(1, CACHED_LOGITS // logits.shape[-1])

@@ -227,3 +227,20 @@ def test_settings_limits_history_and_random_numbers_need_no_torch():
     modules = ", ".join(f"moedge.runtime.sampling.{name}" for name in ("params", "draw"))
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("vocab_size", [1, 15, 63, 64, VOCAB, 49152])
+def test_the_first_largest_of_rows_in_bfloat16_is_numpys_and_broken_rows_have_none(vocab_size):
+    numbers = np.random.default_rng(vocab_size)
+    # Few different numbers, so that the largest is there several times; rows are farther apart than they are long.
+    whole = torch.from_numpy(numbers.integers(-9, 5, (40, vocab_size + 3)).astype(np.float32)).bfloat16()
+    rows = whole[:, 1 : vocab_size + 1]
+    broken = {3: torch.nan, 7: -torch.nan, 11: torch.inf}
+    for row, number in broken.items():
+        rows[row, numbers.integers(vocab_size)] = number
+    rows[15] = -torch.inf
+    rows[20, : vocab_size - 1] = -torch.inf
+    expected = rows.float().numpy().argmax(-1)
+    expected[[*broken, 15]] = NO_TOKEN
+    draws = [Draw(SequenceSampling(max_tokens=1, temperature=0.0), 0, 0, TokenHistory([]))] * len(rows)
+    assert SAMPLER.sample(rows, draws).token_ids.tolist() == expected.tolist()
