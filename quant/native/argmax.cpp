@@ -38,6 +38,7 @@ int64_t first_largest(const uint16_t* x, int64_t columns) {
 
 }  // namespace
 
-extern "C" void MOEDGE_NAMED(moedge_argmax)(const moedge_logits* logits) {
-    for (int64_t r = 0; r < logits->rows; r++) logits->ids[r] = first_largest(logits->x + r * logits->stride, logits->columns);
+// Of rows of bfloat16 logits, `stride` numbers apart, into `ids` [rows].
+extern "C" void MOEDGE_NAMED(moedge_argmax)(const uint16_t* logits, int64_t stride, int64_t rows, int64_t columns, int64_t* ids) {
+    for (int64_t r = 0; r < rows; r++) ids[r] = first_largest(logits + r * stride, columns);
 }

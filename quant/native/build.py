@@ -24,8 +24,8 @@ COMPILER = "g++"
 COMMON = ("library.cpp",)
 # Compiled once for each instruction set.
 KERNELS: tuple[str, ...] = (
-    "argmax.cpp", "attention.cpp", "blocks.cpp", "packing.cpp", "products.cpp", "rows.cpp", "steps.cpp", "tiles_widening.cpp",
-    "widening.cpp",
+    "argmax.cpp", "attention.cpp", "blocks.cpp", "packing.cpp", "products.cpp", "rows.cpp", "steps.cpp",
+    "tiles_widening.cpp", "widening.cpp",
 )  # fmt: skip
 # Of these, what has code of its own for AMX; of the others, AMX uses what is compiled for the set before it.
 TILED = ("attention.cpp",)

@@ -17,7 +17,6 @@ from .library import (
     ENUMS,
     NativeAttention,
     NativeBlocks,
-    NativeLogits,
     NativeMatrix,
     NativeTilesWidening,
     NativeWidening,
@@ -72,8 +71,8 @@ def argmax(logits: Tensor) -> Tensor | None:
     if not taken or not available():
         return None
     ids = torch.empty(len(logits), dtype=torch.int64)
-    arguments = NativeLogits(logits.data_ptr(), logits.stride(0), *logits.shape, ids.data_ptr())
-    function("moedge_argmax", POINTER(NativeLogits))(byref(arguments))
+    call = function("moedge_argmax", c_void_p, c_int64, c_int64, c_int64, c_void_p)
+    call(logits.data_ptr(), logits.stride(0), *logits.shape, ids.data_ptr())
     return ids
 
 

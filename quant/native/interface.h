@@ -370,13 +370,4 @@ struct moedge_blocks {
     const float *table;  // of BYTE, 256 numbers
 };
 
-// Rows of logits, and the first largest of each: -1 where one is NaN or the largest is infinite.
-struct moedge_logits {
-    const uint16_t *x;
-    int64_t stride;  // numbers from row to row
-    int64_t rows;
-    int64_t columns;
-    int64_t *ids;  // [rows]
-};
-
 #endif

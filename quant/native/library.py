@@ -289,11 +289,6 @@ class NativeRun(ctypes.Structure):
 
 
 @_of_header
-class NativeLogits(ctypes.Structure):
-    """Rows of logits, and the largest of each."""
-
-
-@_of_header
 class NativePacking(ctypes.Structure):
     """Rows of a matrix to be quantized."""
 

@@ -29,7 +29,8 @@ MOEDGE_EXPORT int64_t moedge_attention_scratch(const moedge_attention *a);
     X(moedge_widen_tiles, (const moedge_tiles_widening *widening), (widening))                   \
     X(moedge_pack, (moedge_packing *packing), (packing))                                         \
     X(moedge_dequantize, (const moedge_blocks *blocks), (blocks))                                \
-    X(moedge_argmax, (const moedge_logits *logits), (logits))
+    X(moedge_argmax, (const uint16_t *logits, int64_t stride, int64_t rows, int64_t columns, int64_t *ids), \
+      (logits, stride, rows, columns, ids))
 
 // Kernels that have code for processors without AVX2, too.
 #define MOEDGE_PORTABLE_KERNELS(X) X(moedge_widen, (const moedge_widening *widening), (widening))

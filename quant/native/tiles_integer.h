@@ -322,6 +322,7 @@ void add_integer_rows(int64_t rows, float* results, const Source& source, const 
 template <Type VALUES, Scales SCALES>
 void multiply_integers(const Matrix& matrix, int64_t tile, const IntegerInputs& in, float* results) {
     memset(results, 0, static_cast<size_t>(in.rows) * OUTPUTS * sizeof(float));
+    matrix.prefetch_factors(tile);
     const int64_t chunks = matrix.columns / CHUNK;
     const Quads<VALUES> source(matrix.codes + tile * (matrix.columns / 4) * Quads<VALUES>::NBYTES);
     if (in.rows <= integers_most_direct(VALUES)) {

@@ -278,8 +278,6 @@ def forbid(logits: Tensor, bits: Tensor) -> None:
 BYTES_PER_LOGIT = 96
 # The same where a kernel draws, which needs a copy of a row whose logits are changed, and their masks.
 COPIED_BYTES_PER_LOGIT = 16
-# Logits that are widened to fp32 at a time where only the largest is wanted: 1 MiB.
-CACHED_LOGITS = 1 << 18
 
 
 # Token ids [R] on the device of logits [B, V] of some of its rows, by their `SamplerColumns` [5, R, 1] in host memory.
@@ -397,19 +395,8 @@ def _argmax(logits: Tensor) -> NDArray[np.int64]:
     found = argmax(logits)
     if found is not None:
         return found.masked_fill_(found < 0, NO_TOKEN).numpy()
-    if logits.device.type == "cpu":
-        # Rows are widened a few at a time, in the cache: all of them would be memory that is mapped anew in every pass.
-        few = max(1, CACHED_LOGITS // logits.shape[-1])
-        return np.concatenate([_argmax_of(rows.float().numpy()) for rows in torch.split(logits, few)])
     peaks, ids = logits.max(dim=-1)
     return ids.masked_fill_(~peaks.isfinite(), NO_TOKEN).cpu().numpy()
-
-
-def _argmax_of(logits: NDArray[np.float32]) -> NDArray[np.int64]:
-    """`_argmax` of logits in host memory. numpy's is vectorised, torch's is not; both propagate NaN."""
-    token_ids = np.argmax(logits, axis=-1)
-    largest = np.take_along_axis(logits, token_ids[:, np.newaxis], axis=-1).squeeze(-1)
-    return np.where(np.isfinite(largest), token_ids, NO_TOKEN)
 
 
 def _copy_rows(logits: Tensor, rows: list[int]) -> Tensor:
