@@ -199,11 +199,15 @@ def prepare(task: Task) -> Iterator[Prepared]:
 
 def run_moedge(task: Task) -> Iterator[Timing]:
     from moedge.runtime.engine.sequence import Sequence
+    from moedge.runtime.jobs.lifecycle import profile_engine, prompt_tokens
     from moedge.runtime.loading.engine_loader import load_engine
+    from moedge.runtime.plan.placement import Workload
     from moedge.runtime.sampling.params import SequenceSampling
 
     with planned(task) as (source, plan, store), closing(load_engine(source, plan, store)) as loaded:
         engine = loaded.engine
+        # As a job begins: experts are held in the memory that the largest pass leaves.
+        profile_engine(loaded, plan, Workload(task.most, longest(task)), prompt_tokens([], source.shape.vocab))
         # Repeated prompts would be found in the cache, and their tokens not be computed.
         engine.scheduler.cache.sharing = False
 

@@ -206,22 +206,26 @@ def _skip(scheduler: Scheduler, sequences: Items[Sequence], end: int, count: int
 _LEFT_SHARE, _LEFT_NBYTES = 0.04, 64 * MIB
 
 
-def profile_model(loaded: LoadedModel, workload: Workload) -> None:
+def profile_model(loaded: LoadedModel, workload: Workload) -> Heap:
     """Runs the worst pass of the workload once, and lets more experts stay in the memory that it left.
 
-    A plan reserves bounds, and this pass shows what is needed. Raises DoesNotFit where a budget is too small for it.
+    A plan reserves bounds, and this pass shows what is needed. Returns the heap's free memory as it left it, to be
+    watched while others run. Raises DoesNotFit where a budget is too small for it.
     """
-    text, plan = (
-        prompt_tokens(loaded.tokenizer.encode(TEXT)[:MAX_TOKENS], loaded.source.shape.vocab),
-        loaded.policy.plan,
-    )
-    rehearse(loaded.engine, plan, workload, text)
-    tier = loaded.engine.ledger.measure().computing
-    loaded.engine.ledger.check()
+    tokens = prompt_tokens(loaded.tokenizer.encode(TEXT)[:MAX_TOKENS], loaded.source.shape.vocab)
+    profile_engine(loaded.engine, loaded.policy.plan, workload, tokens)
+    return Heap()
+
+
+def profile_engine(engine: LoadedEngine, plan: Plan, workload: Workload, tokens: Iterator[int]) -> None:
+    """The same of an engine without a tokenizer; `tokens` as for rehearse."""
+    rehearse(engine, plan, workload, tokens)
+    tier = engine.ledger.measure().computing
+    engine.ledger.check()
     if tier.tier == "host" and tier.budget is not None and tier.peak is not None:
         # No prompt as long as the longest row was encoded.
         left = tier.budget - tier.peak - plan.encoder_nbytes - max(_LEFT_NBYTES, int(_LEFT_SHARE * tier.budget))
-        loaded.engine.streamed.hold_more(max(0, left))
+        engine.streamed.hold_more(max(0, left))
 
 
 # A cache for the whole context of a long-context model would take most budgets, and few prompts need it.
@@ -277,12 +281,8 @@ class OpenModel(Closing):
         return loaded, self.rehearse(loaded, workload)
 
     def rehearse(self, loaded: LoadedModel, workload: Workload) -> Heap:
-        """Runs the worst pass of the workload once. Raises DoesNotFit where a budget is too small for it.
-
-        Returns the heap's free memory as that pass left it, to be watched while others run.
-        """
-        profile_model(loaded, workload)
-        return Heap()
+        """profile_model, of a model that this has loaded."""
+        return profile_model(loaded, workload)
 
     def close(self) -> None:
         """Frees every tier, as far as nobody else holds what was loaded."""
