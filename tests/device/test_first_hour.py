@@ -244,12 +244,19 @@ def test_the_ring_for_uploads_serves_threads(fakes: ModuleType) -> None:
 
 @pytest.mark.parametrize("locked", [True, False])
 def test_two_threads_never_get_one_place_of_the_ring(locked: bool, fakes: ModuleType) -> None:
-    """Both look where it is free before either has taken its place; the planted bug is a ring without its lock."""
-    with fakes.FakeDevice() as fake:
-        fake.machine.haste = 0.0
+    """Both look where it is free before either has taken its place; the planted bug is a ring without its lock.
+
+    Whether the bug changes bytes depends on which thread goes on first, so that it has several chances.
+    """
+
+    def wrong() -> bool:
         ring = Meeting(torch.empty(4 * PAGE, dtype=torch.uint8, pin_memory=True))
         ring._lock = ring._lock if locked else nullcontext()  # type: ignore[assignment]
-        assert (together(ring, fake, 2, 1) == []) == locked
+        return together(ring, fake, 2, 1) != []
+
+    with fakes.FakeDevice() as fake:
+        fake.machine.haste = 0.0
+        assert any(wrong() for _ in range(2 if locked else 30)) != locked
 
 
 def test_threads_that_load_at_once_open_one_ring(fakes: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
