@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ...offload.budget import gib
 from ...offload.memory import return_memory, trim
 from ...quant.formats.format import INTEGER_CODES, PACK_CHUNK, TILE_COLUMNS, TILES, Layout, row_chunks
 from ...quant.matmul.selftest import definition, rounded
 from ...quant.tensor import CODECS, bind_cleared, torch_dtype
+from ..model import PreTrainedModel
 from ..model.definition import define_stock, share_blocks
 from ..model.experts_seam import adapt_decoder
 from ..model.loading import CheckpointLoader
@@ -296,6 +296,7 @@ def _by_transformers(
     local: Callable[[], LocalErrors] | None = None,
     formats: FormatWeights | None = None,
 ) -> Passed:
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()

@@ -14,6 +14,7 @@ from ..plan.planner import choose_dtype
 from ..settings.settings import (
     LIBRARIES_NBYTES,
     PROCESS_NBYTES,
+    TRITON_NBYTES,
     Budgets,
     DeviceBudget,
     MemoryBudget,
@@ -53,7 +54,7 @@ def limit_pins(device: Device | None, machine: Machine | None) -> None:
 
 def budget_of(device: Device, nbytes: int, gpu: Gpu) -> DeviceBudget:
     """A budget of `nbytes` of the device, with what the context and the process take now, and libraries will."""
-    process = max(PROCESS_NBYTES, host_resident()) + LIBRARIES_NBYTES
+    process = max(PROCESS_NBYTES + TRITON_NBYTES, host_resident()) + LIBRARIES_NBYTES
     return DeviceBudget(nbytes, device.context_nbytes + LIBRARIES_NBYTES, process, gpu)
 
 

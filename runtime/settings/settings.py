@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ...offload.budget import BadSize, auto_device, auto_host, gib, parse_size
-from ...offload.machine.hardware import Hardware
+from ...offload.machine.hardware import Hardware, find_driver
 from ...offload.memory import host_available, host_total
 from ...quant.kernels.gpu import Gpu, Lacks
 from .errors import SettingError
@@ -56,8 +56,10 @@ class Settings:
 
 
 MIB = 1 << 20
-# torch, transformers and bitsandbytes imported, threads started, before any model.
-PROCESS_NBYTES = 576 * MIB
+# torch and transformers imported as runtime/model does, threads started, before any model.
+PROCESS_NBYTES = 480 * MIB
+# Triton's compiler, which torch's imports where there is a driver; without one runtime/model hides it.
+TRITON_NBYTES = 96 * MIB
 # torch's builds for CUDA take more of it, also where no GPU computes: 316 MiB with torch 2.11 for CUDA 13.
 _CUDA_BUILD_NBYTES = 320 * MIB
 # What CUDA loads with its first kernels, in either memory: modules, handles and workspaces of cuBLAS.
@@ -69,11 +71,11 @@ WITHOUT_KERNELS = Gpu((0, 0), 1, Lacks.everything("its kernels were never tried 
 
 @cache
 def process_nbytes() -> int:
-    """Host memory of a process that computes on the CPU, before any model, with the torch that is installed here."""
+    """Host memory of a process that computes on the CPU, before any model, with the torch and the driver found here."""
     found = find_spec("torch")
     folders = [] if found is None else found.submodule_search_locations or []
     built = any((Path(each) / "lib" / "libtorch_cuda.so").is_file() for each in folders)
-    return PROCESS_NBYTES + (_CUDA_BUILD_NBYTES if built else 0)
+    return PROCESS_NBYTES + (_CUDA_BUILD_NBYTES if built else 0) + (TRITON_NBYTES if find_driver() else 0)
 
 
 # A prompt of more UTF-8 bytes is counted piece by piece before it is encoded whole, and refused where it has more than
@@ -209,5 +211,5 @@ class Budgets:
             gpu = gpu._replace(capability=(int(major), int(minor)))
         if tried is not None:
             gpu = gpu._replace(lacks=Lacks(*(tried.get(family, "") for family in Lacks._fields)))
-        context, process = ASSUMED_CONTEXT_NBYTES + LIBRARIES_NBYTES, PROCESS_NBYTES + LIBRARIES_NBYTES
-        return DeviceBudget(nbytes, context, process, gpu)
+        context = ASSUMED_CONTEXT_NBYTES + LIBRARIES_NBYTES
+        return DeviceBudget(nbytes, context, PROCESS_NBYTES + TRITON_NBYTES + LIBRARIES_NBYTES, gpu)

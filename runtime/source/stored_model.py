@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from ...offload.checkpoint.checkpoint import Checkpoint, read_inside
 from ...offload.checkpoint.header import TensorEntry
@@ -24,6 +23,7 @@ from ...offload.store.store import Store
 from ...offload.store.writer import StoreWriter, TensorSpec
 from ...offload.stream.rows import TablePart, TableReader
 from ...quant.tensor import SAFETENSORS_DTYPES
+from ..model import PreTrainedModel
 from ..settings.errors import UnsupportedModel
 from ..shape.read import table_part
 from ..shape.shards import POPULAR_NBYTES

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from ...offload.checkpoint.checkpoint import Checkpoint
 from ...offload.errors import BadCheckpoint
@@ -24,6 +23,7 @@ from ...quant.formats.format import CALIBRATED, FormatError, Layout, row_chunks
 from ...quant.matmul.matmul import ParallelMatmul
 from ...quant.scratch import wide_columns
 from ...quant.tensor import CODECS, PackedTensor, fill, pack_into, torch_dtype
+from ..model import PreTrainedModel
 from ..model.definition import LayerAssembly
 from ..model.dequantize import WIDENING_NBYTES, planes_of_rows
 from ..model.loading import CheckpointLoader, refuse_nonfinite
