@@ -17,6 +17,7 @@ from ...energy import EnergyPrice, energy_lines
 from ...formatting import duration, kernel_lines, loss_line, speed
 from ...offload.budget import gib
 from ...offload.errors import ExitCode
+from ...runtime.calibration.machine_profile import is_outdated
 from ...runtime.jobs.outputs import AnswerStream
 from ...runtime.jobs.request import BatchRequest
 from ...runtime.jobs.session import CANCELLED, Checked, Ended
@@ -430,8 +431,11 @@ def _plan_line(plan: Plan) -> str:
 
 def _estimate(chosen: PlanResult, name: str) -> Iterator[str]:
     predicted, seconds = chosen.prediction, chosen.seconds
-    known = chosen.request.costs.rates.measured
-    measured = "" if known else " (default speeds; run `moedge doctor` once to measure this machine)"
+    profile, measured = chosen.request.profile, ""
+    if not chosen.request.costs.rates.measured:
+        measured = " (default speeds; run `moedge doctor` once to measure this machine)"
+    elif profile is not None and not chosen.request.elsewhere and is_outdated(profile):
+        measured = " (speeds of other CPU kernels; run `moedge doctor` to measure those of this release)"
     yield (
         f"{name}: about {speed(predicted.generated_tok_s)}, {duration(predicted.seconds)}, "
         f"{predicted.bottleneck}-bound, after loading for ~{duration(predicted.loading_s)}{measured}"

@@ -145,10 +145,11 @@ class Machine:
     """The profile of a machine. A field is None if the machine lacks that part or it could not be measured.
 
     `flop_s` and `device_flop_s` are FLOP/s by weight format and number of rows. `kernel_lacks` says for each family of
-    GPU kernels why it does not run; "" if it runs. `measured_at` is UTC in ISO 8601 and `torch` is torch's version;
-    both may be empty. `others` is the share of the processors that other programs used meanwhile: above BUSY
-    (bystanders.py), the speeds are provisional. `fused_overheads` are those of passes whose layers the library of CPU
-    kernels computes as a whole, `device_overheads` those of passes on the GPU.
+    GPU kernels why it does not run; "" if it runs. `measured_at` is UTC in ISO 8601, `torch` is torch's version, and
+    `kernels` names the CPU kernels that were measured; all may be empty. `others` is the share of the processors that
+    other programs used meanwhile: above BUSY (bystanders.py), the speeds are provisional. `fused_overheads` are those
+    of passes whose layers the library of CPU kernels computes as a whole, `device_overheads` those of passes on the
+    GPU.
     """
 
     hardware: Hardware
@@ -167,6 +168,7 @@ class Machine:
     kernel_lacks: Mapping[str, str] | None = None
     loading: LoadingRates | None = None
     others: Annotated[float, _is_share] = 0.0
+    kernels: str = ""
 
     @property
     def is_provisional(self) -> bool:
@@ -189,7 +191,7 @@ class Machine:
         return machine
 
 
-SCHEMA = "moedge.machine/7"
+SCHEMA = "moedge.machine/8"
 # Several profiles are kept: for several disks, and for several machines that share a home folder.
 _MOST_KEPT = 8
 

@@ -79,6 +79,11 @@ def refuse(reason: str) -> None:
     _refusals.append(reason)
 
 
+def identity() -> str:
+    """Names the kernels that are used here, by their sources and instruction set; "" if none are."""
+    return f"{version():08x} {loaded().isa}" if available() else ""
+
+
 def lack() -> str:
     """Why kernels cannot be used here; "" if they can."""
     return loaded().lack or "".join(_refusals[:1])

@@ -26,6 +26,7 @@ from ...offload.machine.speeds import (
     measure_pin_limit,
 )
 from ...offload.memory import host_available, trim
+from ...quant.native import library
 from ..settings.stages import stage
 
 _LEAST_NBYTES = 64 << 20
@@ -63,6 +64,7 @@ def measure_machine(
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
         # Names the build too, as in 2.11.0+cu130, which the package's metadata may leave out.
         torch=str(release),
+        kernels=library.identity(),
     )
 
 
@@ -108,6 +110,11 @@ def measure_cache_reads(cache: Path) -> float | None:
 def saved_profile(folder: Path) -> Machine | None:
     """None where this hardware, with the disk of `folder`, was never measured; `folder` need not exist."""
     return load_machine(find_hardware(folder), saved_path())
+
+
+def is_outdated(profile: Machine) -> bool:
+    """Whether other CPU kernels than those of this installation were measured."""
+    return profile.kernels != library.identity()
 
 
 def machine_profile(folder: Path, again: bool = False, files: Sequence[Path] = ()) -> Machine:

@@ -15,6 +15,7 @@ from ...offload.machine.hardware import Hardware, find_gpus, find_hardware
 from ...offload.machine.profile import Machine, load_machine, read_machine, saved_path
 from ...offload.store.stores import DiskSpace, default_root
 from ...quant.formats.format import MIXED_FORMATS
+from ..calibration.machine_profile import is_outdated, machine_profile
 from ..plan import planner
 from ..plan.cost_model import CostModel
 from ..plan.loading_cost import Prepared
@@ -94,11 +95,14 @@ class _Machine:
 
     def measured(self, budgets: Budgets, weights: Path) -> _Machine:
         """Measures the machine, in about thirty seconds, its disk by the files in the folder `weights` too."""
-        from ..calibration.machine_profile import machine_profile
-
         files = sorted(weights.glob("*.safetensors"))
-        again = not is_busy() and self.is_off
+        again = self.is_outdated or (not is_busy() and self.is_off)
         return replace(self, profile=machine_profile(budgets.disk_dir or default_root(), again, files))
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether kernels that are not used any more were measured."""
+        return self.profile is not None and is_outdated(self.profile)
 
     @property
     def is_off(self) -> bool:
@@ -159,8 +163,8 @@ def plan_job(
     """The best plan within `budget`, which `budgets` came to on this machine; or the plan in the file `saved`.
 
     Kernels of the CPU that are wrong on this model's widths are not used (loading/selftest.py). A machine without a
-    profile, or with one that was measured beside other programs or that three jobs on end were off by two, is measured
-    first where the job or its loading is long. Raises DoesNotFit, SettingError.
+    profile, or with one that was measured beside other programs or with other kernels, or that three jobs on end were
+    off by two, is measured first where the job or its loading is long. Raises DoesNotFit, SettingError.
     """
     machine, settings = _Machine.here(budgets), source.settle(settings)
     headers = Headers(source.name, source.shape, source.weights, source.recipe)
@@ -169,7 +173,8 @@ def plan_job(
         return machine.request(model.shape, settings, _with_disk(budget, budgets, settings, model), workload)
 
     result = _solve(request, headers, saved)
-    if (machine.profile is None or machine.profile.is_provisional or machine.is_off) and (
+    profile = machine.profile
+    if (profile is None or profile.is_provisional or machine.is_outdated or machine.is_off) and (
         result.prediction.total_s > LONG_SECONDS or result.prediction.loading_s > LONG_LOADING_SECONDS
     ):
         machine = machine.measured(budgets, source.weights)

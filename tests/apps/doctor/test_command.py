@@ -53,7 +53,7 @@ def test_what_is_measured_is_kept_and_printed_as_a_profile_that_can_be_read_back
     assert machine.flop_s == {"nf4": {1: 1e9, 1024: 1e12}}
     assert (machine.loading, machine.overheads, machine.fused_overheads) == (LOADING, OVERHEADS, FUSED)
     document = json.loads(printed)
-    assert document["schema"] == "moedge.machine/7"
+    assert document["schema"] == "moedge.machine/8"
     assert {"name", "verdict", "found", "fix"} == set(document["findings"][0])
     assert 0 < document["now"]["host_available_nbytes"] <= document["now"]["host_total_nbytes"]
     assert "cache reads" not in [finding["name"] for finding in document["findings"]], "it is on the same disk"

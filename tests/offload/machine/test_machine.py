@@ -109,7 +109,7 @@ def damaged(path: tuple[Any, ...], value: Any) -> Any:
 
 @pytest.mark.parametrize("path", paths(MACHINE.to_json()), ids=lambda path: ".".join(map(str, path)))
 def test_no_value_may_be_of_another_kind_or_out_of_range(path: tuple[Any, ...]) -> None:
-    allowed = {"direct": [True], "refused": [True], "random": [True], "nbytes": [0], "torch": ["x"]}
+    allowed = {"direct": [True], "refused": [True], "random": [True], "nbytes": [0], "torch": ["x"], "kernels": ["x"]}
     allowed |= {name: [{}] for name in ("flop_s", "device_flop_s", "nf4", "int8", "kernel_lacks")}
     allowed |= {name: ["x"] for name in ("attention", "cache")}
     allowed["others"] = [0, 0.5]
@@ -234,7 +234,7 @@ def test_a_file_cut_anywhere_or_of_another_schema_is_not_believed(tmp_path: Path
     save_machine(MACHINE, path)
     whole = path.read_bytes()
     wrong = [whole[:length] for length in range(0, len(whole), 7)]
-    wrong += [whole.replace(b"machine/7", b"machine/6"), b"[]", b"\xff\xfe", b"[" * 100_000, b'{"machines": 3}']
+    wrong += [whole.replace(b"machine/8", b"machine/7"), b"[]", b"\xff\xfe", b"[" * 100_000, b'{"machines": 3}']
     for content in wrong:
         path.write_bytes(content)
         assert load_machine(HARDWARE, path) is None

@@ -31,6 +31,7 @@ MEASURED = Machine(
     flop_s={"none": {1: 1e10, 64: 3e11}},
     overheads=Overheads(1e-3, 6e-5, 1e-5, 6e-6, 1e-4, 1e-5),
     loading=LoadingRates(1e9, PACKED),
+    kernels=library.identity(),
 )
 # A few rows: by far less than ten minutes at the default speeds.
 FEW = Workload(4, 40, 40, 4 * 32, 4 * 8)
@@ -69,6 +70,13 @@ def test_a_machine_that_was_measured_beside_others_is_measured_again_before_a_lo
     assert planned(32, 24 * GIB, replace(MEASURED, others=0.9))
     assert not planned(32, 24 * GIB, replace(MEASURED, others=0.1))
     assert not planned(2, 24 * GIB, replace(MEASURED, others=0.9))
+
+
+def test_a_machine_is_measured_again_with_the_kernels_of_another_release(planned: Callable[..., bool]) -> None:
+    """A profile of slower kernels chose passes of the wrong size for a whole release."""
+    assert planned(32, 24 * GIB, replace(MEASURED, kernels="of another release"))
+    assert not planned(32, 24 * GIB, replace(MEASURED))
+    assert not planned(2, 24 * GIB, replace(MEASURED, kernels=""))
 
 
 def test_a_machine_whose_profile_three_jobs_contradict_is_measured_again(
