@@ -198,11 +198,15 @@ def prepare(task: Task) -> Iterator[Prepared]:
 
 
 def run_moedge(task: Task) -> Iterator[Timing]:
-    from moedge.runtime.engine.sequence import Sequence
-    from moedge.runtime.jobs.lifecycle import profile_engine, prompt_tokens
-    from moedge.runtime.loading.engine_loader import load_engine
-    from moedge.runtime.plan.placement import Workload
-    from moedge.runtime.sampling.params import SequenceSampling
+    from moedge.runtime.settings.stages import importing
+
+    # As a job does: the collector would traverse what is imported again and again, an hundredth of all passes.
+    with importing("torch"):
+        from moedge.runtime.engine.sequence import Sequence
+        from moedge.runtime.jobs.lifecycle import profile_engine, prompt_tokens
+        from moedge.runtime.loading.engine_loader import load_engine
+        from moedge.runtime.plan.placement import Workload
+        from moedge.runtime.sampling.params import SequenceSampling
 
     with planned(task) as (source, plan, store), closing(load_engine(source, plan, store)) as loaded:
         engine = loaded.engine

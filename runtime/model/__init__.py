@@ -25,8 +25,10 @@ def _hidden(*packages: str) -> Iterator[None]:
             del sys.modules[name]
 
 
-# torch's compiler imports Triton; without a GPU nothing calls it.
-with _hidden("scipy", *(() if find_driver() else ("triton",))):
+# transformers looks for scipy when it is imported itself: whoever did that before has decided. torch's compiler imports
+# Triton; without a GPU nothing calls it.
+_UNUSED = (*(() if "transformers" in sys.modules else ("scipy",)), *(() if find_driver() else ("triton",)))
+with _hidden(*_UNUSED):
     from transformers import PreTrainedModel
 
 __all__ = ["PreTrainedModel"]

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 from moedge.computing import settle
 settle()
@@ -22,6 +24,16 @@ for name in left_out:
         importlib.import_module(name)
 print("imported")
 """
+
+
+# Each looks for scipy or Triton in its own way, and remembers what it found.
+FIRST = ("transformers", "scipy", "torch._dynamo")
+
+
+@pytest.mark.parametrize("first", FIRST)
+def test_whoever_imported_something_before_is_not_disturbed(first: str) -> None:
+    code = f"import {first}\nimport moedge.runtime.loading.engine_loader"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_models_are_defined_without_what_only_losses_and_compilers_need_and_a_process_takes_what_plans_count() -> None:
