@@ -52,7 +52,7 @@ from typing import Any
 
 from bench import ROOT
 from bench.peers import record as records
-from bench.peers.contenders import PROMPTS
+from bench.peers.contenders import PROMPTS, formats_of
 from bench.peers.record import Record, speed
 from moedge.offload.budget import GIB, parse_size
 from moedge.offload.machine.hardware import find_hardware
@@ -391,8 +391,8 @@ def bits_of(contender: Contender, record: Record) -> float:
         return 16.0
     from moedge.quant.formats.format import get_format
 
-    shape = (2048, 2048)
-    return 8 * get_format(contender.setting.partition("+")[0]).nbytes(shape, "bfloat16") / (shape[0] * shape[1])
+    shape, (quant, _) = (2048, 2048), formats_of(contender.setting)
+    return 8 * get_format(quant.split("+")[-1]).nbytes(shape, "bfloat16") / (shape[0] * shape[1])
 
 
 # --- the command

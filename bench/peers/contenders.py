@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -164,6 +164,13 @@ def longest(task: Task) -> int:
     return -(-max(blocks) // task.most) * KV_BLOCK
 
 
+def formats_of(setting: str) -> tuple[str, str]:
+    """The format of the weights, `int4` or with routed experts of its own `int4+int3`, and what computes, which may
+    follow: `int4+int8`, `int4+int3+int8`."""
+    quant, _, compute = setting.rpartition("+")
+    return (quant, compute) if compute in ("int8", "float") and quant else (setting, "float")
+
+
 @contextmanager
 def planned(task: Task) -> Iterator[tuple[ModelSource, Plan, Path | None]]:
     """The checkpoint, the plan within `ram`, and the store to stream from, made where it is missing."""
@@ -172,21 +179,23 @@ def planned(task: Task) -> Iterator[tuple[ModelSource, Plan, Path | None]]:
     from moedge.runtime.loading.prepare import store_for
     from moedge.runtime.plan.placement import Workload
     from moedge.runtime.plan.planner import make_plan
+    from moedge.runtime.settings.errors import DoesNotFit
     from moedge.runtime.settings.settings import Budgets, MemoryBudget, Settings
     from moedge.runtime.source.model_source import open_source
 
     torch.set_num_threads(task.threads)
-    quant, _, compute = task.setting.partition("+")
+    quant, compute = formats_of(task.setting)
     budgets = Budgets(ram=task.ram, disk_dir=Path(task.scratch))
     with open_source(task.model) as source:
         # Large passes, where there are as many prompt tokens: each expert's rows are multiplied at once.
         most = task.most
         tokens = max(most, min(PASS_TOKENS, max(load.sequences * load.prompt for load in task.cells.values())))
-        settings = Settings(
-            dtype="auto", quant=quant, tokens_per_pass=tokens, max_sequences=most, compute=compute or "float"
-        )
-        budget = MemoryBudget(budgets.host_nbytes())
-        plan = make_plan(source.shape, settings, budget, Workload(most, longest(task)))
+        settings = Settings(dtype="auto", quant=quant, tokens_per_pass=tokens, max_sequences=most, compute=compute)
+        budget, workload = MemoryBudget(budgets.host_nbytes()), Workload(most, longest(task))
+        try:
+            plan = make_plan(source.shape, settings, budget, workload)
+        except DoesNotFit:
+            plan = make_plan(source.shape, replace(settings, tokens_per_pass=None), budget, workload)
         store = store_for(source, plan, budgets)
         yield source, plan, store and store.folder
 

@@ -61,6 +61,12 @@ def test_what_moedge_reads_is_prepared_first(tight: tuple[Path, str], tmp_path: 
     assert Path(found.reads) == model
 
 
+def test_a_setting_names_the_weights_their_experts_and_what_computes() -> None:
+    said = {"int4": ("int4", "float"), "int4+int8": ("int4", "int8"), "int4+int3": ("int4+int3", "float")}
+    said |= {"int4+int3+int8": ("int4+int3", "int8"), "none": ("none", "float")}
+    assert {setting: contenders.formats_of(setting) for setting in said} == said
+
+
 def test_one_new_token_decodes_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="new is 1"):
         task(tmp_path, "auto", loads={"1": [1, 6, 1, 1]})
