@@ -32,7 +32,7 @@ from ..shape.shards import (
     resident_nbytes,
     workspace_nbytes,
 )
-from .placement import everything, minimum, on_device_nbytes
+from .placement import minimum, on_device_nbytes
 
 # What allocators keep beside what is asked of them: a share of the activations, and a constant. With 48 MiB a job of
 # 128 sequences in 2.5 GiB peaked 7 MiB above its budget (bench/results/log.md); what torch's allocator keeps of a
@@ -366,9 +366,13 @@ class WeightFootprint:
         self.workspace = workspace_nbytes(shape, quant, dtype, deterministic)
         if device_budget is None:
             self.workspace += (num_workers() - 1) * helper_nbytes(shape, quant, dtype, deterministic)
-            self.process, self.resident = process_nbytes(), resident_nbytes(shape, dtype)
+            self.process, always = process_nbytes(), resident_nbytes(shape, dtype)
+            # An embedding that is no head lies in memory where all weights do; else its rows are looked up on the disk.
+            self.looked_up = shape.embedding_numel * ITEM_NBYTES[dtype] if self.shards.head else 0
+            self.resident = always - self.looked_up
         else:
-            self.process, self.resident = device_budget.context_nbytes, on_device_nbytes(shape, self.shards, dtype)
+            self.process, self.looked_up = device_budget.context_nbytes, 0
+            self.resident = on_device_nbytes(shape, self.shards, dtype)
 
     def graphs_within(self, nbytes: int) -> int:
         """The bytes of graphs, 0 where they are more than `nbytes`."""
@@ -379,6 +383,11 @@ class WeightFootprint:
         """Bytes of all weights."""
         return self.shards.nbytes
 
+    @property
+    def whole_nbytes(self) -> int:
+        """Bytes of memory without which something streams: all weights, and an embedding that is looked up."""
+        return self.nbytes + self.looked_up
+
     @cached_property
     def copied_nbytes(self) -> int:
         """Bytes that are written to disk before any weight can stream from there."""
@@ -387,7 +396,8 @@ class WeightFootprint:
     @cached_property
     def streaming_nbytes(self) -> int:
         """The least that weights take: everything streams that can."""
-        return min(everything(self.shards).nbytes(self.shards), minimum(self.shards).nbytes(self.shards))
+        least = minimum(self.shards).nbytes(self.shards)
+        return least if least < self.nbytes else self.whole_nbytes
 
 
 class Candidate:
@@ -427,11 +437,11 @@ class Candidate:
     @property
     def smallest_whole(self) -> int:
         """The least budget that holds all weights, and one sequence."""
-        return self.fixed + self.cache.nbytes(1) + self.weights.nbytes
+        return self.fixed + self.cache.nbytes(1) + self.weights.whole_nbytes
 
     def whole(self, num_sequences: int) -> int:
         """The budget that holds all weights, and `num_sequences` at their longest."""
-        return self.fixed + self.cache.nbytes(num_sequences) + self.weights.nbytes
+        return self.fixed + self.cache.nbytes(num_sequences) + self.weights.whole_nbytes
 
     def _activations(self) -> int:
         weights, cache = self.weights, self.cache

@@ -450,13 +450,13 @@ class _Search:
     def _in_rooms(self, ranked: _Ranked) -> Iterator[_Ranked]:
         candidate, cached = ranked.candidate, ranked.room.cached
         for number, room in enumerate(rooms(candidate, cached, self._request.budget_nbytes, *self._hosted), start=1):
-            streams = (room.free_nbytes < candidate.weights.nbytes) + (room.host_kv is not None)
+            streams = (room.free_nbytes < candidate.weights.whole_nbytes) + (room.host_kv is not None)
             least = self._least_seconds(candidate, ranked.compute, room) * WORTH_STREAMING**streams
             yield replace(ranked, least_seconds=least, index=(ranked.index[0], number), room=room)
 
     def _least_seconds(self, candidate: Candidate, compute: str, room: Room) -> float:
         """Infinite, and why in `refusal`, where the disk has no room for what surely streams from it."""
-        on_disk = candidate.weights.nbytes - room.free_nbytes - self._staged_nbytes
+        on_disk = candidate.weights.whole_nbytes - room.free_nbytes - self._staged_nbytes
         if on_disk + (room.host_kv.host_nbytes if room.host_kv else 0) > 0 and not self._has_disk(candidate.weights):
             return math.inf
         beside = self._prepared, self._expert_seconds(candidate.weights), self._staged_nbytes
@@ -523,17 +523,18 @@ class _Search:
         request, weights = self._request, candidate.weights
         room, all_run = request.costs.needed(candidate, request.workload)
         left = request.budget_nbytes + room.free_nbytes
-        if left < weights.nbytes:
+        if (spare := left - weights.whole_nbytes) < 0:
             return Room(room.cached, room.blocks, left), all_run
-        free = request.budget_nbytes - candidate.fixed - weights.nbytes - weights.graphs_within(left - weights.nbytes)
+        whole = candidate.fixed + weights.whole_nbytes + weights.graphs_within(spare)
         most = min(self.space.most_live, candidate.tokens_per_pass)
-        cached = max(room.cached, candidate.cache.sequences_in(free, most))
+        cached = max(room.cached, candidate.cache.sequences_in(request.budget_nbytes - whole, most))
         return Room(cached, candidate.cache.blocks(cached), left), all_run
 
     def _placement(self, candidate: Candidate, free_nbytes: int, ring: int) -> tuple[Placement, int]:
         """What is held in `free_nbytes`, and the buffers of layers whose experts stream: these save more than the few
         experts whose memory they take."""
         weights, shards, shape = candidate.weights, candidate.weights.shards, candidate.weights.shape
+        free_nbytes = min(free_nbytes, weights.nbytes - (free_nbytes < weights.whole_nbytes))
         placement = choose_placement(shards, free_nbytes, ring)
         assert placement is not None, "a candidate leaves the fewest bytes that weights need"
         if not placement.ring_nbytes or not shape.num_experts or weights.on_device or shape.state_groups:
@@ -577,7 +578,7 @@ class _Search:
             placement=placement,
             budget=self._budget,
             process_nbytes=weights.process,
-            resident_nbytes=weights.resident,
+            resident_nbytes=weights.resident + (0 if placement.ring_nbytes else weights.looked_up),
             weights_nbytes=weights.nbytes,
             held_nbytes=placement.held_nbytes(weights.shards),
             kv_nbytes=candidate.cache.nbytes_of(blocks),

@@ -90,7 +90,7 @@ def test_what_cannot_be_page_locked_is_not_planned() -> None:
 def test_a_processor_has_its_sequences_in_host_memory_already() -> None:
     request = question("Qwen3-30B-A3B", CARD, RAM, Settings(quant="int4", kv="int8"))
     with pytest.raises(DoesNotFit):
-        solve(replace(request, budget=replace(request.budget, device=None, host_nbytes=GIB)))
+        solve(replace(request, budget=replace(request.budget, device=None, host_nbytes=GIB // 2)))
     found = solve(replace(request, budget=replace(request.budget, device=None)))
     assert found.plan.host_kv is None
 

@@ -26,8 +26,8 @@ from moedge.runtime.plan.rates import Rates
 from moedge.runtime.settings.errors import DoesNotFit, SettingError
 from moedge.runtime.settings.settings import DeviceBudget, MemoryBudget, Settings
 from moedge.runtime.shape.model_shape import ExpertsShape, KVGroup, LayerShape, Matrix, ModelShape
-from moedge.runtime.shape.shards import weights_nbytes
-from support.known_shapes import CONFIGS, LATENT_CONFIGS, choose, known_shape, plain_model
+from moedge.runtime.shape.shards import model_shards, resident_nbytes, weights_nbytes
+from support.known_shapes import CONFIGS, LATENT_CONFIGS, choose, known_shape, plain_model, published_shape
 
 GIB, MIB = 1 << 30, 1 << 20
 FAST = Rates(
@@ -211,6 +211,29 @@ def test_no_more_sequences_than_the_user_allows(limit: int) -> None:
 def test_nonsense_is_refused(name: str) -> None:
     with pytest.raises(SettingError, match=name.replace("_", "-")):
         choose(plain_model(), Settings(**{name: 0}), MemoryBudget(64 * GIB), Workload(1, 10))  # type: ignore[arg-type]
+
+
+def test_an_embedding_takes_memory_only_beside_all_weights() -> None:
+    """593 MiB of Qwen3-30B-A3B, whose rows are looked up on the disk where experts stream; not of a tied head."""
+    wanted, job = Settings(quant="int4", kv="bf16", max_sequences=1, tokens_per_pass=16), Workload(1, 64)
+    shape = published_shape("Qwen3-30B-A3B")
+    embedding = 151_936 * 2048 * 2
+    smallest, whole = budget_range(shape, wanted, job)
+    budgets = whole, whole - 1, smallest
+    held, streamed, least = (choose(shape, wanted, MemoryBudget(each), job, FAST).plan for each in budgets)
+    assert not held.streams
+    assert streamed.streams
+    assert least.streams
+    assert held.resident_nbytes - embedding == streamed.resident_nbytes == least.resident_nbytes
+    # All is held but what the ring takes.
+    expert = max(model_shards(shape, "int4", "bf16").expert_nbytes)
+    assert held.weights_nbytes - streamed.held_nbytes < streamed.placement.ring_nbytes + 2 * expert
+    assert least.used_nbytes <= smallest
+    # A head that is the embedding, in bf16, multiplies by all rows.
+    tied, wanted = replace(shape, head=None), replace(wanted, quant="none")
+    plans = [choose(tied, wanted, MemoryBudget(each), job, FAST).plan for each in budget_range(tied, wanted, job)]
+    assert [plan.streams for plan in plans] == [True, False]
+    assert [plan.resident_nbytes for plan in plans] == [resident_nbytes(tied, "bf16")] * 2
 
 
 def test_memory_is_used_where_it_helps() -> None:
