@@ -46,7 +46,7 @@ STORED_HEADS = (64, 80, 128, 256)
 EXPERTS = ((256, 128), (1536, 2048), (2880, 2880))
 PUBLISHED_FORMATS = (
     ("int4", 16), ("int4", 64), ("nf4", 16), ("nf4", 64), ("int8", 16), ("mxfp4", 16), ("mxfp4", 32),
-    ("int3", 16), ("int3", 32), ("int3", 64),
+    ("int3", 16), ("int3", 32), ("int3", 64), ("vq2", 16), ("vq2", 32), ("vq2", 64),
 )  # fmt: skip
 LENGTHS = ((63, 1), (20, 1))
 
@@ -233,7 +233,8 @@ def experts(row: dict[str, Any]) -> Subject:
     words += [row["gate"]] * (kernel != "down") + ["bias"] * row["bias"] + ["alone"] * row.get("alone", False)
     wide = row["dtype"] == "float32"
     config = f"{' '.join(words)} {row['rows']} rows"
-    return Subject(kernel, config, row["rows"] <= 32 and not wide, not wide, 16, lambda: _product(row))
+    codes = get_format(row["format"]).layout(row["shape"], row["dtype"]).planes[0].nbytes // row["shape"][0]
+    return Subject(kernel, config, row["rows"] <= 32 and not wide, not wide, codes & -codes, lambda: _product(row))
 
 
 def _product(row: dict[str, Any]) -> Launch:
