@@ -28,14 +28,10 @@ def byte_tables(levels: Sequence[float]) -> list[int]:
 
 # Of each point and its opposite the one whose second coordinate is below 0: its byte's highest bit is 0.
 _BELOW = [min(point, point ^ 0xFF) for point in vq2.POINTS]
-
-
-def _coordinates(points: Sequence[int]) -> tuple[float, ...]:
-    """The first coordinates of points and of their opposites, then the second ones."""
-    found = [[point >> shift & 15 for point in points] for shift in (0, 4)]
-    return tuple(sign * (code - vq2.MIDDLE) for codes in found for sign in (1, -1) for code in codes)
-
-
+# Both coordinates of all, four bits each, from the highest ones on.
+_FIRSTS, _SECONDS = (
+    tl.constexpr(sum((point >> shift & 15) << 60 - 4 * at for at, point in enumerate(_BELOW))) for shift in (0, 4)
+)
 # The words that permutes of each type of codes read. Magnitudes are enough where a bit is the sign; the last word is
 # what masks are made of.
 WORDS = {
@@ -44,7 +40,8 @@ WORDS = {
     "int3": byte_tables(int3.LEVELS),
     "vq2": [int.from_bytes(_BELOW[at : at + 4], "little") for at in range(0, len(_BELOW), 4)],
 }
-LEVELS = {"nf4": nf4.LEVELS, "e2m1": mxfp4.LEVELS, "int3": int3.LEVELS, "vq2": _coordinates(_BELOW)}
+# What others than bfloat16 are looked up in; beside these they are computed.
+LEVELS = {"nf4": nf4.LEVELS, "e2m1": mxfp4.LEVELS}
 _WARP = 32
 # All bits where upper bits of 16 bytes are shifted (raise_bits), by 4 places and by 2. They are loaded, because Triton
 # decodes where tensor cores take numbers only what comes from memory.
@@ -55,10 +52,10 @@ def table(
     codes: str, dtype: torch.dtype, device: torch.device | str, interpreted: bool | None = None
 ) -> torch.Tensor | None:
     """What the kernel looks codes up in for activations of `dtype`; None if it computes them."""
-    if codes not in LEVELS:
-        return None
     if dtype != torch.bfloat16 or (triton.knobs.runtime.interpret if interpreted is None else interpreted):
-        return torch.tensor(LEVELS[codes], device=device)
+        return torch.tensor(LEVELS[codes], device=device) if codes in LEVELS else None
+    if codes not in WORDS:
+        return None
     words = torch.tensor(WORDS[codes], dtype=torch.int64).to(torch.int32)
     # Each word once for every thread of a warp: what all threads read from one address, the assembler keeps in uniform
     # registers, which prmt cannot read, and moves it every time.
@@ -280,8 +277,8 @@ def decode_threes(low, high, table, GROUP: tl.constexpr, S: tl.constexpr):
     else:
         low >>= GROUP % 2 * 2
         high >>= GROUP
-        even = tl.load(table + ((low & 3) | ((high & 1) << 2))).to(S.dtype)
-        odd = tl.load(table + (((low >> 4) & 3) | ((high >> 4 & 1) << 2))).to(S.dtype)
+        even = ((low & 3) | ((high & 1) << 2)).to(S.dtype) - 4
+        odd = (((low >> 4) & 3) | ((high >> 4 & 1) << 2)).to(S.dtype) - 4
     return even, odd
 
 
@@ -314,14 +311,20 @@ def decode_points(low, high, table, BEHIND: tl.constexpr, S: tl.constexpr):
         )
     else:
         high >>= 6 - 2 * BEHIND
-        first, second = (low & 15) | ((high & 1) << 4), (low >> 4) | ((high & 2) << 3)
         found = (
-            tl.load(table + first).to(S.dtype),
-            tl.load(table + second).to(S.dtype),
-            tl.load(table + 32 + first).to(S.dtype),
-            tl.load(table + 32 + second).to(S.dtype),
+            coordinate(_FIRSTS, low & 15, high & 1, S),
+            coordinate(_FIRSTS, low >> 4, (high >> 1) & 1, S),
+            coordinate(_SECONDS, low & 15, high & 1, S),
+            coordinate(_SECONDS, low >> 4, (high >> 1) & 1, S),
         )
     return found
+
+
+@triton.jit
+def coordinate(ALL: tl.constexpr, codes, above, S: tl.constexpr):
+    """One coordinate of points in S.dtype; where `above` is 1, of their opposites."""
+    found = (ALL >> (60 - 4 * codes.to(tl.int64))) & 15
+    return (found ^ (above.to(tl.int64) * 15)).to(S.dtype) - 7.5
 
 
 @triton.jit

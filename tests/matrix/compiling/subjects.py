@@ -218,6 +218,9 @@ def expert_subjects(capability: tuple[int, int]) -> Iterator[Subject]:
         # Keys and values of a dense model, which leave most processors idle.
         row = {"gate": "no gate", "shape": (1024, 4096), "format": format_name, "rows": 16, "bias": False}
         yield experts(row | {"dtype": "bfloat16", "alone": True})
+    for format_name in ("int3", "vq2"):
+        row = {"gate": "silu", "shape": (1536, 2048), "format": format_name, "rows": 64, "bias": False}
+        yield experts(row | {"dtype": "float16"})
     factors = {
         "gate": tuple(GATES), "shape": EXPERTS, "format": ("none", "int8", "nf4"), "rows": TILE_ROWS, "dtype": DTYPES,
         "bias": (False, True),
