@@ -158,7 +158,7 @@ def _changes(request: PlanRequest, result: PlanResult) -> Iterator[list[tuple[st
         offered = offered_formats(request.shape)
         lossier = offered[offered.index(result.plan.quant) + 1 :] if result.plan.quant in offered else ()
         yield [(f"--quant {quant}", request.with_settings(quant=quant)) for quant in lossier]
-    if request.shape.num_experts and result.plan.streams:
+    if request.shape.num_experts and result.plan.held_nbytes < result.plan.weights_nbytes:
         mixed = [name for name in MIXED_FORMATS if name.startswith(f"{result.plan.quant}+")]
         for name in mixed:
             yield [(f"--experts {name.rpartition('+')[2]}", request.with_settings(quant=name))]

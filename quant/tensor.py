@@ -40,6 +40,8 @@ from .native.library import ENUMS, NativePacking, available, function
 from .scratch import wide_columns
 
 _FORMATS, _ORDERS = ENUMS["weight_format"], ENUMS["order"]
+# Codes that the library packs in order `tiles`, which it is asked for where they are to lie row after row.
+_BY_TILES = ("int3", "vq2")
 # Numbers of the rows that one call packs: few enough that threads end together, many enough that the call costs little.
 LIBRARY_CHUNK = 1 << 18
 
@@ -50,8 +52,8 @@ def library_packs(weight: Tensor, layout: Layout) -> bool:
     What `--quant` makes of bfloat16 weights on a CPU, in every order that is used where there is the library. Others,
     and float16 and float32 weights, are left to the codecs.
     """
-    orders = {"int8": (ROWS,), "vq2": (TILES,)}.get(layout.codes, tuple(_ORDERS))
-    whole = layout.codes != "int3" or layout.shape[0] % tiles.BLOCK_ROWS == 0
+    orders = (ROWS,) if layout.codes == "int8" else tuple(_ORDERS)
+    whole = layout.codes not in _BY_TILES or layout.shape[0] % tiles.BLOCK_ROWS == 0
     known = layout.format in _FORMATS and layout.order in orders and whole
     return known and layout.dtype == "bfloat16" and weight.device.type == "cpu" and available()
 
@@ -65,7 +67,7 @@ def pack_by_library(
     """
     if weight.stride(1) != 1:
         weight = weight.contiguous()
-    if layout.codes == "int3" and layout.order == ROWS:
+    if layout.codes in _BY_TILES and layout.order == ROWS:
         return _pack_by_tiles(weight, layout, planes, importance)
     codes, scales, *factors = planes
     some = NativePacking(
@@ -265,7 +267,7 @@ def pack_into(
         if not finite:
             raise _not_finite(weight)
 
-    block = tiles.BLOCK_ROWS if library and layout.codes == "int3" else layout.row_block
+    block = tiles.BLOCK_ROWS if library and layout.codes in _BY_TILES else layout.row_block
     for_each(row_chunks(layout.shape, block, LIBRARY_CHUNK if library else PACK_CHUNK), pack_rows)
     return packed
 

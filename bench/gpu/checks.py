@@ -32,6 +32,7 @@ FAMILIES = (
 WITH_KERNELS = (
     ("mixtral", "none", "fp32"), ("qwen3_moe", "nf4", "int4"), ("gpt_oss", "int8", "int8"),
     ("mixtral", "nf4", "int8/int4"), ("gemma3_text", "none", "int8"), ("qwen3_moe", "int4+int3", "int8"),
+    ("qwen3_moe", "int4+vq2", "int8"),
 )  # fmt: skip
 KERNELS = (8, 6)
 
@@ -87,7 +88,8 @@ def tiny_case(family: str, quant: str) -> Iterator[tuple[Any, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         stock = save_tiny(family, Path(folder, "model"))
         with open_source(f"{folder}/model") as source:
-            prepare(source, Path(folder, "store"), quant, "fp32", Budgets().on_cpu())
+            importance = tiny_engine.importance_for(quant)
+            prepare(source, Path(folder, "store"), quant, "fp32", Budgets().on_cpu(), importance=importance)
             case = tiny_engine.Case(source, Path(folder, "store"), tiny_engine.exact(quant))
             yield case, stock
 

@@ -80,7 +80,8 @@ ROWS, INT4PACK, NF4PACK, TILES = "rows", "int4pack", "nf4pack", "tiles"
 _BLOCK_ROWS = {ROWS: 1, INT4PACK: 64, NF4PACK: 32, TILES: 32}
 # In order `tiles`, columns are read in chunks of this many.
 TILE_COLUMNS = 32
-# Row after row, codes of three bits lie in chunks of this many columns, or of the largest part of it that divides K.
+# Row after row, codes of three bits and of pairs lie in chunks of this many columns, or of the largest part of it that
+# divides K.
 JOINED_COLUMNS = 128
 
 
@@ -393,7 +394,14 @@ EXPERT_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
             rates="int4",
             assumed=Assumed(0.44, 19.1, 6e6, 1.2e9, {8: (2.7, 3.7, 4.8), 9: (2.7, 3.6, 4.7)}, 0.3),
         ),
-        "vq2": WeightFormat("vq2", "vq2", 64, "bfloat16", rates="int4"),
+        "vq2": WeightFormat(
+            "vq2",
+            "vq2",
+            64,
+            "bfloat16",
+            rates="int4",
+            assumed=Assumed(0.34, 30.0, 2.6e6, 1e8, {8: (3.6, 4.6, 5.7), 9: (3.6, 4.5, 4.3)}, 0.3),
+        ),
     }
 )
 # Of these, what is useless unless a text says which columns matter.

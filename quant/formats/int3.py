@@ -89,7 +89,7 @@ def join_rows(numbers: Tensor) -> Tensor:
     """Numbers from 0 to 7, uint8 [n, K], as codes [n, 3 K/8]."""
     chunks = numbers.view(len(numbers), -1, gcd(numbers.shape[1], JOINED_COLUMNS))
     (low, pairs), (high, others) = (_arranged(chunks, count) for count in (_LOW, _HIGH))
-    return torch.cat([_joined(low & 3, _LOW, pairs), _joined(high >> 2, _HIGH, others)], 2).flatten(1)
+    return torch.cat([bytes_of(low & 3, _LOW, pairs), bytes_of(high >> 2, _HIGH, others)], 2).flatten(1)
 
 
 def split_rows(codes: Tensor) -> Tensor:
@@ -116,31 +116,31 @@ def _arranged(chunks: Tensor, count: int) -> tuple[Tensor, int]:
 def _in_order(plane: Tensor, count: int, columns: int) -> Tensor:
     """The bits of a plane [n, chunks, columns / count] by columns: [n, K]."""
     groups, width = _together(columns, count)
-    parts = _parted(plane, count, width).view(*plane.shape[:2], -1, GROUP // 2 // width, 2, groups, width)
+    parts = runs_of(plane, count, width).view(*plane.shape[:2], -1, GROUP // 2 // width, 2, groups, width)
     return parts.permute(0, 1, 2, 5, 3, 6, 4).flatten(1)
 
 
-def join(numbers: Tensor, width: int = 1, low: int = 2) -> Tensor:
+def join(numbers: Tensor, width: int, low: int = 2) -> Tensor:
     """Numbers of `low` + 1 bits, uint8 [..., n * width], as bytes: first those of runs of `width` numbers with their
     lower bits, of as many runs as a byte has room for, then `width` for every eight runs with the upper one."""
     lower, upper = numbers & (1 << low) - 1, numbers >> low
-    return torch.cat([_joined(lower, 8 // low, width), _joined(upper, _HIGH, width)], -1)
+    return torch.cat([bytes_of(lower, 8 // low, width), bytes_of(upper, _HIGH, width)], -1)
 
 
-def split(codes: Tensor, width: int = 1, low: int = 2) -> Tensor:
+def split(codes: Tensor, width: int, low: int = 2) -> Tensor:
     """The inverse of `join`."""
     lower, upper = codes.tensor_split([codes.shape[-1] // (low + 1) * low], -1)
-    return torch.bitwise_or(_parted(lower, 8 // low, width), _parted(upper, _HIGH, width) << low)
+    return torch.bitwise_or(runs_of(lower, 8 // low, width), runs_of(upper, _HIGH, width) << low)
 
 
-def _joined(bits: Tensor, count: int, width: int) -> Tensor:
+def bytes_of(bits: Tensor, count: int, width: int) -> Tensor:
     """Every `count` runs of `width` numbers of 8 / `count` bits as `width` bytes, the first in the lowest bits."""
     runs = bits.view(*bits.shape[:-1], -1, count, width) << _shifts(bits, count)
     return runs.sum(-2, dtype=torch.uint8).flatten(-2)
 
 
-def _parted(plane: Tensor, count: int, width: int) -> Tensor:
-    """The inverse of `_joined`."""
+def runs_of(plane: Tensor, count: int, width: int) -> Tensor:
+    """The inverse of `bytes_of`."""
     runs = plane.reshape(*plane.shape[:-1], -1, 1, width) >> _shifts(plane, count)
     return (runs & (1 << 8 // count) - 1).flatten(-3)
 

@@ -20,19 +20,17 @@ from . import int3, vq2
 from .format import row_chunks
 
 BLOCK_ROWS = 32
-# The bytes of four codes of half a block, where codes are joined; of such codes the bytes of a chunk of a row, and the
-# bits that lie in lower ones.
+# The bytes of four codes of half a block, where codes are joined; of such codes the bytes of a chunk of a row, the bits
+# that lie in lower ones, and what orders them row after row.
 _RUN = 2 * BLOCK_ROWS
-_JOINED = {"int3": (12, 2), "vq2": (10, vq2.LOW_BITS)}
+_JOINED = {"int3": (12, 2, int3), "vq2": (10, vq2.LOW_BITS, vq2)}
 
 
 def interleave_codes(codes: Tensor, out: Tensor, kind: str) -> None:
     """Writes codes of type `kind`, row after row, into `out` in order `tiles`; rows are a multiple of BLOCK_ROWS."""
     if kind in _JOINED:
-        nbytes, bits = _JOINED[kind]
-        chunks = codes.shape[1] // nbytes
-        numbers = int3.split_rows(codes) if kind == "int3" else int3.split(codes.reshape(-1, chunks, nbytes), low=bits)
-        rows = numbers.view(len(codes) // BLOCK_ROWS, 2, BLOCK_ROWS // 2, chunks, -1, 4)
+        nbytes, bits, codec = _JOINED[kind]
+        rows = codec.split_rows(codes).view(-1, 2, BLOCK_ROWS // 2, codes.shape[1] // nbytes, 16 // bits, 4)
         out.view(-1).copy_(int3.join(rows.permute(0, 3, 4, 1, 2, 5).flatten(2), _RUN, bits).view(-1))
         return
     if kind == "int8":
@@ -47,12 +45,11 @@ def interleave_codes(codes: Tensor, out: Tensor, kind: str) -> None:
 def deinterleave_codes(codes: Tensor, kind: str) -> Tensor:
     """The inverse of `interleave_codes`: row after row, in the shape of `codes`."""
     if kind in _JOINED:
-        nbytes, bits = _JOINED[kind]
+        nbytes, bits, codec = _JOINED[kind]
         chunks = int3.split(codes.view(-1).view(-1, codes.shape[1] // nbytes, nbytes * BLOCK_ROWS), _RUN, bits)
         rows = chunks.view(*chunks.shape[:2], -1, 2, BLOCK_ROWS // 2, 4).permute(0, 3, 4, 1, 2, 5)
-        if kind == "int3":
-            return int3.join_rows(rows.reshape(len(codes), -1))
-        return int3.join(rows.reshape(len(codes), codes.shape[1] // nbytes, -1), low=bits).flatten(1)
+        joined: Tensor = codec.join_rows(rows.reshape(len(codes), -1))
+        return joined
     if kind == "int8":
         return _bytes(codes).transpose(1, 2).reshape(codes.shape)
     first, second = _nibbles(codes).transpose(1, 2).unbind(-1)

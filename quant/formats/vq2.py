@@ -5,25 +5,37 @@ less of normal weights than any product of levels with as many (vector quantizat
 weights: Chee et al., QuIP#, ICML 2024, arXiv:2402.04396). Scales are bfloat16 [N, K/64]. Coordinates are halves, from
 -7.5 to 7.5, so that a point is a byte of two 4-bit codes, in which negation turns every bit.
 
-Codes are uint8 [N, 5 K/16]. Of eight columns of a row, the i-th and the (4 + i)-th are a pair. Those of 32 columns are
-10 bytes: eight with the lower four bits of two pairs each, then two with the upper bit of eight each, the first pair in
-the lowest bits.
+Of eight columns of a row, the i-th and the (4 + i)-th are a pair; a group has 32 of them. Codes are uint8 [N, 5 K/16].
+Of 128 columns of a row, or of 64 where 128 does not divide K, there are bytes with the lower four bits of two pairs
+each, so that byte permutes find the points of eight pairs by a word (kernels/decode.py). Then there are bytes with a
+bit for each pair: whether its second weight is above 0, as either the point of its lower bits says or its opposite. Of
+each group, the two bits of the i-th byte are side by side in the byte i modulo the number of these bytes.
 """
 
 from __future__ import annotations
+
+from functools import cache
+from math import gcd
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from . import lookup
-from .int3 import SMALLEST, join, split, sum_of
+from .format import JOINED_COLUMNS
+from .int3 import SMALLEST, bytes_of, runs_of, sum_of
 
 GROUP = 64
 # Of 16 points, x + 16 y, coordinates plus 7.5. Found for normal weights in groups with fitted scales: the generalized
 # Lloyd algorithm, then single steps on the grid.
 POINTS = (0x61, 0x32, 0x83, 0x64, 0xA4, 0x66, 0xC6, 0x37, 0x87, 0xA7, 0x09, 0x7A, 0xBA, 0xEA, 0x2C, 0x5F)
 LOW_BITS, MIDDLE = 4, 7.5
+# The bits of points whose second coordinate is above 0.
+_ABOVE = sum((point >> 7) << at for at, point in enumerate(POINTS))
+# How many pairs a byte has the lower bits of, and the upper one.
+_LOW, _HIGH = 2, 8
+# The bytes of a group with upper bits.
+_HIGH_BYTES = 4
 # Parts of a group's root mean square that scales are tried with; each is fitted to the points that are nearest then.
 STARTS = (0.23, 0.27, 0.32, 0.37, 0.42)
 LARGEST_SCALE = torch.finfo(torch.bfloat16).max / 8
@@ -47,7 +59,7 @@ def pack(weight: Tensor, planes: tuple[Tensor, ...], importance: Tensor | None =
     step = _best_step(pairs, weights, torch.from_numpy(np.sqrt(mean.numpy())))
     scales.copy_((step * farthest).clamp_(max=LARGEST_SCALE).squeeze(2))
     *_, found = _nearest(in_pairs(groups) / _or_one(scales.float())[:, :, None, None], weights)
-    codes.copy_(join(found.view(len(weight), -1, 16), low=LOW_BITS).flatten(1))
+    codes.copy_(join_rows(found.flatten(1)))
 
 
 def _or_one(divisors: Tensor) -> Tensor:
@@ -101,10 +113,40 @@ def _nearest(pairs: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def unpack(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> None:
     """Writes the matrix into `out` [n, K], rounded once from float32."""
     codes, scales = planes
+    points = _points(out.device)
     for rows in lookup.chunks_of(out):
-        numbers = split(codes[rows].reshape(-1, codes.shape[1] // 10, 10), low=LOW_BITS).flatten(1)
-        eights = points_of(numbers.view(len(numbers), -1, 4)).flatten(1)
-        groups = eights.view(len(numbers), -1, GROUP)
-        # A number for each weight: on a CPU, multiplying by one number a group would start a loop for every group.
-        groups.mul_(scales[rows].float().unsqueeze(2).expand_as(groups).contiguous())
-        out[rows].copy_(groups.flatten(1))
+        found = points.index_select(0, split_rows(codes[rows]).int().view(-1)).view(torch.float32)
+        eights = found.view(-1, scales.shape[1], GROUP // 8, 4, 2).transpose(3, 4)
+        torch.mul(eights, scales[rows].float()[:, :, None, None, None], out=out[rows].view_as(eights))
+
+
+@cache
+def _points(device: torch.device) -> Tensor:
+    """The pairs of numbers of all codes, float32, as the bits of one int64 [32]."""
+    return points_of(torch.arange(2 * len(POINTS))).T.contiguous().view(torch.int64).view(-1).to(device)
+
+
+def join_rows(numbers: Tensor) -> Tensor:
+    """Numbers from 0 to 31, uint8 [n, K/2], of pairs from the first columns on, as codes [n, 5 K/16]."""
+    groups = gcd(2 * numbers.shape[1], JOINED_COLUMNS) // GROUP
+    chunks = _by_second(numbers).view(len(numbers), -1, GROUP // 2 * groups)
+    upper = (chunks >> LOW_BITS).view(*chunks.shape[:2], groups, -1, _HIGH_BYTES * groups, 2)
+    high = bytes_of(upper.permute(0, 1, 3, 2, 5, 4).flatten(2), _HIGH, _HIGH_BYTES * groups)
+    return torch.cat([bytes_of(chunks & 15, _LOW, 1), high], 2).flatten(1)
+
+
+def split_rows(codes: Tensor) -> Tensor:
+    """The inverse of `join_rows`."""
+    groups = gcd(codes.shape[1] // 5 * 16, JOINED_COLUMNS) // GROUP
+    chunks = codes.view(len(codes), -1, 5 * _HIGH_BYTES * groups)
+    low, high = chunks.tensor_split([4 * _HIGH_BYTES * groups], 2)
+    upper = runs_of(high, _HIGH, _HIGH_BYTES * groups).view(*chunks.shape[:2], -1, groups, 2, _HIGH_BYTES * groups)
+    upper = upper.permute(0, 1, 3, 2, 5, 4).flatten(2)
+    return _by_second(torch.bitwise_or(runs_of(low, _LOW, 1), upper << LOW_BITS).flatten(1))
+
+
+def _by_second(numbers: Tensor) -> Tensor:
+    """Numbers from 0 to 31 whose upper bit says that a pair's second weight is above 0, instead of whether it is the
+    opposite of a point; and the other way."""
+    above = _ABOVE >> (numbers & 15).to(torch.int32) & 1
+    return numbers ^ above.to(torch.uint8) << LOW_BITS

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..formats import int3, mxfp4, nf4
+from ..formats import int3, mxfp4, nf4, vq2
 
 # Indices into four bytes, of which two are the halves of a number: of the 1st and 3rd of four codes, and of the others.
 _FIRST, _SECOND = "0x6240", "0x7351"
@@ -26,42 +26,54 @@ def byte_tables(levels: Sequence[float]) -> list[int]:
     return [int.from_bytes(half[at : at + 4], "little") for half in (low, high) for at in range(0, len(bits), 4)]
 
 
+# Of each point and its opposite the one whose second coordinate is below 0: its byte's highest bit is 0.
+_BELOW = [min(point, point ^ 0xFF) for point in vq2.POINTS]
+# Both coordinates of all, four bits each, from the highest ones on.
+_FIRSTS, _SECONDS = (
+    tl.constexpr(sum((point >> shift & 15) << 60 - 4 * at for at, point in enumerate(_BELOW))) for shift in (0, 4)
+)
 # The words that permutes of each type of codes read. Magnitudes are enough where a bit is the sign; the last word is
 # what masks are made of.
 WORDS = {
     "nf4": [*byte_tables(nf4.LEVELS), 0x0000FF00],
     "e2m1": [*byte_tables(mxfp4.MAGNITUDES), 0x80808080],
     "int3": byte_tables(int3.LEVELS),
+    "vq2": [int.from_bytes(_BELOW[at : at + 4], "little") for at in range(0, len(_BELOW), 4)],
 }
-LEVELS = {"nf4": nf4.LEVELS, "e2m1": mxfp4.LEVELS, "int3": int3.LEVELS}
+# What others than bfloat16 are looked up in; beside these they are computed.
+LEVELS = {"nf4": nf4.LEVELS, "e2m1": mxfp4.LEVELS}
 _WARP = 32
+# All bits where upper bits of 16 bytes are shifted (raise_bits), by 4 places and by 2. They are loaded, because Triton
+# decodes where tensor cores take numbers only what comes from memory.
+RAISED = torch.tensor([255 * (pair & bit == 0) for bit in (8, 4) for pair in range(16)], dtype=torch.uint8)
 
 
 def table(
     codes: str, dtype: torch.dtype, device: torch.device | str, interpreted: bool | None = None
 ) -> torch.Tensor | None:
     """What the kernel looks codes up in for activations of `dtype`; None if it computes them."""
-    if codes not in LEVELS:
-        return None
     if dtype != torch.bfloat16 or (triton.knobs.runtime.interpret if interpreted is None else interpreted):
-        return torch.tensor(LEVELS[codes], device=device)
+        return torch.tensor(LEVELS[codes], device=device) if codes in LEVELS else None
+    if codes not in WORDS:
+        return None
     words = torch.tensor(WORDS[codes], dtype=torch.int64).to(torch.int32)
     # Each word once for every thread of a warp: what all threads read from one address, the assembler keeps in uniform
     # registers, which prmt cannot read, and moves it every time.
-    return words.repeat_interleave(_WARP).to(device)
+    words = words.repeat_interleave(_WARP)
+    return (torch.cat([words, RAISED.view(torch.int32)]) if codes == "vq2" else words).to(device)
 
 
 def _asm(*lines: str) -> tl.constexpr:
-    return tl.constexpr("{ .reg .b32 a, b, c, h, l, m, s, t; " + " ".join(f"{line};" for line in lines) + " }")
+    return tl.constexpr("{ .reg .b32 a, b, c, h, l, m, n, o, q, s, t; " + " ".join(f"{line};" for line in lines) + " }")
 
 
-def _word(at: int) -> str:
-    """The operand that holds a word of a table: behind four results and the codes, each word is there four times."""
-    return f"${5 + 4 * at}"
+def _word(at: int, results: int = 4) -> str:
+    """The operand that holds a word of a table: behind results and the codes, each word is there four times."""
+    return f"${results + 1 + 4 * at}"
 
 
-def _constraints(words: int) -> tl.constexpr:
-    return tl.constexpr(",".join(["=r"] * 4 + ["r"] * (1 + 4 * words)))
+def _constraints(words: int, results: int = 4) -> tl.constexpr:
+    return tl.constexpr(",".join(["=r"] * results + ["r"] * (1 + 4 * words)))
 
 
 def _half(half: int, *lines: str) -> list[str]:
@@ -120,6 +132,44 @@ def _int3_asm(group: int) -> str:
 INT3_ASM = tl.constexpr(tuple(_int3_asm(group) for group in range(4)))
 INT3_OPERANDS = tl.constexpr(_constraints(4).value + ",r")
 
+
+def _numbers_of(half: int, signs: str) -> list[str]:
+    """Of codes in the lower half of s, and in q with their highest bits turned, both numbers of four points less a
+    half: the 1st and 3rd point are of the first pair of a byte. A permute by a code whose highest bit is set repeats a
+    sign, which no byte of a table has: of two permutes one gives 0. A half of a byte is the end of a mantissa from 128
+    to 143."""
+    both = ("prmt.b32 a, t, c, 0x4240", "prmt.b32 b, t, c, 0x4341")
+    return [
+        *(f"prmt.b32 a, {_word(0, 8)}, {_word(1, 8)}, s", f"prmt.b32 b, {_word(2, 8)}, {_word(3, 8)}, q"),
+        *(f"prmt.b32 m, h, l, {signs}", "lop3.b32 m, a, b, m, 0x96", "and.b32 t, m, 0x0f0f0f0f", *both),
+        *(f"fma.rn.bf16x2 ${half}, a, o, n", f"fma.rn.bf16x2 ${2 + half}, b, o, n"),
+        *("shr.u32 m, m, 4", "and.b32 t, m, 0x0f0f0f0f", *both),
+        *(f"fma.rn.bf16x2 ${4 + half}, a, o, n", f"fma.rn.bf16x2 ${6 + half}, b, o, n"),
+    ]
+
+
+def _vq2_asm(behind: int) -> str:
+    """Of bytes with the lower bits of two pairs, and bytes with the upper ones before those of `behind` groups, which
+    end the byte: first numbers of the first pair and of the second one, then second numbers, all less a half."""
+    high = _word(4, 8)
+    assembly: str = _asm(
+        *("mov.b32 c, 0x43434343", "mov.b32 o, 0x3f803f80", "mov.b32 n, 0xc308c308"),
+        # In the highest bit of a byte: the upper bit of its first pair, and of its second one.
+        *(f"shl.b32 h, {high}, {2 * behind + 1}", f"shl.b32 l, {high}, {2 * behind}"),
+        *("mov.b32 s, $8", "xor.b32 q, s, 0x88888888", *_numbers_of(0, "0xd9c8")),
+        *("shr.u32 s, s, 16", "shr.u32 q, q, 16", *_numbers_of(1, "0xfbea")),
+    ).value
+    return assembly
+
+
+# By the number of groups behind.
+VQ2_ASM = tl.constexpr(tuple(_vq2_asm(behind) for behind in range(2)))
+VQ2_OPERANDS = tl.constexpr(_constraints(4, 8).value + ",r")
+# Of each byte the bits at its end, where the mask has the byte, moved up.
+RAISE_ASM = tl.constexpr(
+    tuple(_asm(f"shl.b32 a, $1, {places}", "lop3.b32 $0, a, $1, $2, 0xe4").value for places in (2, 4))
+)
+
 # 128 + code: a code is the end of the mantissa of a bfloat16 from 128 to 256.
 _INTEGERS = ("prmt.b32 ${0}, t, c, 0x4140", "prmt.b32 ${1}, t, c, 0x4342")
 INT4_ASM = _asm(
@@ -166,6 +216,11 @@ def load_table(table, S: tl.constexpr):
         elif S.codes == "int3":
             at = table + lane()
             words = (tl.load(at), tl.load(at + 32), tl.load(at + 64), tl.load(at + 96))
+        elif S.codes == "vq2":
+            at = table + lane()
+            masks = table.to(tl.pointer_type(tl.uint8), bitcast=True) + 512 + tl.arange(0, 16)[None, :]
+            points = (tl.load(at), tl.load(at + 32), tl.load(at + 64), tl.load(at + 96))
+            words = (points, tl.load(masks), tl.load(masks + 16))
     return words
 
 
@@ -222,9 +277,54 @@ def decode_threes(low, high, table, GROUP: tl.constexpr, S: tl.constexpr):
     else:
         low >>= GROUP % 2 * 2
         high >>= GROUP
-        even = tl.load(table + ((low & 3) | ((high & 1) << 2))).to(S.dtype)
-        odd = tl.load(table + (((low >> 4) & 3) | ((high >> 4 & 1) << 2))).to(S.dtype)
+        even = ((low & 3) | ((high & 1) << 2)).to(S.dtype) - 4
+        odd = (((low >> 4) & 3) | ((high >> 4 & 1) << 2)).to(S.dtype) - 4
     return even, odd
+
+
+@triton.jit
+def raise_bits(bytes, table, PLACES: tl.constexpr, S: tl.constexpr):
+    """Bytes [n, 16] shifted to the left by PLACES: by 4 in the first half of columns, by 2 in the first and the third
+    quarter; in bfloat16 with other bits at their end."""
+    if S.dtype == tl.bfloat16:
+        ASM: tl.constexpr = RAISE_ASM[PLACES // 4]
+        inputs = (bytes, table[1] if PLACES == 4 else table[2])
+        raised = tl.inline_asm_elementwise(ASM, "=r,r,r", inputs, tl.uint8, is_pure=True, pack=4)
+    else:
+        raised = tl.where((tl.arange(0, 16) & (2 * PLACES))[None, :] == 0, bytes << PLACES, bytes)
+    return raised
+
+
+@triton.jit
+def decode_points(low, high, table, BEHIND: tl.constexpr, S: tl.constexpr):
+    """The numbers of one group in S.dtype, in bfloat16 less a half: the first of both pairs of each byte, then the
+    second ones. `low` has bytes of lower bits, `high` those of upper ones before BEHIND groups (formats/vq2.py)."""
+    if S.dtype == tl.bfloat16:
+        ASM: tl.constexpr = VQ2_ASM[BEHIND]
+        found = tl.inline_asm_elementwise(
+            ASM,
+            VQ2_OPERANDS,
+            (low,) + table[0] + (high,),
+            (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        high >>= 6 - 2 * BEHIND
+        found = (
+            coordinate(_FIRSTS, low & 15, high & 1, S),
+            coordinate(_FIRSTS, low >> 4, (high >> 1) & 1, S),
+            coordinate(_SECONDS, low & 15, high & 1, S),
+            coordinate(_SECONDS, low >> 4, (high >> 1) & 1, S),
+        )
+    return found
+
+
+@triton.jit
+def coordinate(ALL: tl.constexpr, codes, above, S: tl.constexpr):
+    """One coordinate of points in S.dtype; where `above` is 1, of their opposites."""
+    found = (ALL >> (60 - 4 * codes.to(tl.int64))) & 15
+    return (found ^ (above.to(tl.int64) * 15)).to(S.dtype) - 7.5
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import triton.language as tl
 from ..formats.format import ROWS, Layout
 from ..tensor import PackedTensor, torch_dtype
 from . import decode
-from .decode import decode_int8, decode_pairs, decode_threes, load_table, multiply_add
+from .decode import decode_int8, decode_pairs, decode_points, decode_threes, load_table, multiply_add, raise_bits
 from .gpu import interpreted
 from .operands import Gate, Packed, ProductOperands, Sizes, Stack, Tiles
 from .tuning import TILE_ROWS, capability_of, tile_rows, tiles_for
@@ -110,7 +110,7 @@ def multiply(x, sources, live, packed, table, matrix, outputs, inside, S: tl.con
     sums = tl.full((S.rows, S.outputs), 0.0, tl.float32)
     PARTS: tl.constexpr = S.parts
     for start in range(0, S.num_columns, S.depth):
-        scales = load_scales(packed, place, start, S)
+        scales = load_scales(packed, table, place, start, S)
         for part in tl.static_range(PARTS):
             begin = start + part * (S.depth // S.parts)
             inputs = load_inputs(x, sources, live, begin, S)
@@ -128,8 +128,8 @@ def multiply_gated(x, sources, live, packed, table, matrix, outputs, inside, S: 
     others = tl.full((S.rows, S.outputs), 0.0, tl.float32)
     PARTS: tl.constexpr = S.parts
     for start in range(0, S.num_columns, S.depth):
-        of_gates = load_scales(packed, gate_place, start, S)
-        of_ups = load_scales(packed, up_place, start, S)
+        of_gates = load_scales(packed, table, gate_place, start, S)
+        of_ups = load_scales(packed, table, up_place, start, S)
         for part in tl.static_range(PARTS):
             begin = start + part * (S.depth // S.parts)
             inputs = load_inputs(x, sources, live, begin, S)
@@ -148,7 +148,12 @@ def add_products(sums, inputs, packed, table, scales, place, start, S: tl.conste
 
     `place` is the matrix, the rows of it [S.outputs], and which of them exist.
     """
-    if S.pairs:
+    if S.codes == "vq2":
+        points = decode_points(scales[2], scales[3], table, S.parts - 1 - PART, S)
+        for at in tl.static_range(4):
+            weights = multiply_add(points[at], scales[0][:, None], scales[1][:, None], S)
+            sums = tl.dot(inputs[at], tl.trans(weights), sums, input_precision="ieee")
+    elif S.pairs:
         first, second = load_pairs(packed, table, scales, place, start, S, PART)
         sums = tl.dot(inputs[0], tl.trans(first), sums, input_precision="ieee")
         sums = tl.dot(inputs[1], tl.trans(second), sums, input_precision="ieee")
@@ -174,27 +179,49 @@ def load_inputs(x, sources, live, start, S: tl.constexpr):
     """Activations [S.rows, S.depth] in S.dtype, from column `start` on.
 
     Where several codes are a byte, those of even columns and those of odd ones, [S.rows, S.depth / 2] each: a product
-    each needs no codes in another order.
+    each needs no codes in another order. Of vq2 those of the first weights of the pairs of a byte, then of the second
+    ones, [S.rows, 16] each.
     """
     if not S.pairs:
         columns = start + tl.arange(0, S.depth // S.parts)
         mask = live[:, None] & (columns < S.num_columns)[None, :]
         inputs = tl.load(x + sources[:, None] + columns[None, :], mask=mask, other=0).to(S.dtype)
     elif x.dtype.element_ty.primitive_bitwidth == 16 and S.dtype != tl.float32:
-        pairs = start // 2 + tl.arange(0, S.depth // S.parts // 2)
-        words = x.to(tl.pointer_type(tl.int32), bitcast=True) + (sources // 2)[:, None] + pairs[None, :]
-        both = tl.load(words, mask=live[:, None], other=0)
-        inputs = (
-            both.to(tl.int16).to(S.dtype, bitcast=True),
-            (both >> 16).to(tl.int16).to(S.dtype, bitcast=True),
-        )
+        words = x.to(tl.pointer_type(tl.int32), bitcast=True) + (sources // 2)[:, None] + words_of(start, S)[None, :]
+        inputs = halves_of(words, live, S)
+        if S.codes == "vq2":
+            inputs = inputs + halves_of(words + 2, live, S)
     else:
-        even = x + sources[:, None] + (start + 2 * tl.arange(0, S.depth // S.parts // 2))[None, :]
-        inputs = (
-            tl.load(even, mask=live[:, None], other=0).to(S.dtype),
-            tl.load(even + 1, mask=live[:, None], other=0).to(S.dtype),
-        )
+        even = x + sources[:, None] + (2 * words_of(start, S))[None, :]
+        inputs = both_of(even, live, S)
+        if S.codes == "vq2":
+            inputs = inputs + both_of(even + 4, live, S)
     return inputs
+
+
+@triton.jit
+def words_of(start, S: tl.constexpr):
+    """Half of the even columns from `start` on that are multiplied apart; of vq2 the even ones of first weights."""
+    if S.codes == "vq2":
+        pairs = tl.arange(0, 16)
+        words = start // 2 + pairs // 2 * 4 + pairs % 2
+    else:
+        words = start // 2 + tl.arange(0, S.depth // S.parts // 2)
+    return words
+
+
+@triton.jit
+def both_of(even, live, S: tl.constexpr):
+    """The numbers [S.rows, n] in S.dtype at pointers and at those behind them."""
+    mask = live[:, None]
+    return tl.load(even, mask=mask, other=0).to(S.dtype), tl.load(even + 1, mask=mask, other=0).to(S.dtype)
+
+
+@triton.jit
+def halves_of(words, live, S: tl.constexpr):
+    """The first and the second number of 16 bits [S.rows, n] of each word in S.dtype."""
+    both = tl.load(words, mask=live[:, None], other=0)
+    return both.to(tl.int16).to(S.dtype, bitcast=True), (both >> 16).to(tl.int16).to(S.dtype, bitcast=True)
 
 
 @triton.jit
@@ -242,11 +269,12 @@ def load_pairs(packed, table, scales, place, start, S: tl.constexpr, PART: tl.co
 
 
 @triton.jit
-def load_scales(packed, place, start, S: tl.constexpr):
+def load_scales(packed, table, place, start, S: tl.constexpr):
     """The scales and zeros of S.parts groups from column `start` on: for each [S.outputs] in S.dtype.
 
     Zero points are less 128, since codes are more by that; without zeros, the second are the scales again. Of int3, the
-    second and third are bytes of codes [S.outputs, 16], which groups share.
+    second and third are bytes of codes [S.outputs, 16], which groups share; of vq2 the third and fourth, and the second
+    is what numbers lack (decode_points), scaled.
     """
     matrix, outputs, inside = place
     scales = ((start,),)
@@ -268,9 +296,13 @@ def load_scales(packed, place, start, S: tl.constexpr):
                 zeros *= -tl.load(common + 1, mask=inside, other=0).to(tl.float32)[:, None]
             else:
                 zeros = -128.0 - zeros
+        elif S.codes == "vq2":
+            zeros = factors * (0.5 if S.dtype == tl.bfloat16 else 0.0)
         scales = parts_of(factors.to(S.dtype), zeros.to(S.dtype), S)
         if S.codes == "int3":
             scales = with_codes(scales, packed, place, start, S)
+        elif S.codes == "vq2":
+            scales = with_points(scales, packed, table, place, start, S)
     return scales
 
 
@@ -297,6 +329,26 @@ def with_codes(scales, packed, place, start, S: tl.constexpr):
             found = ((scales[0][0], low, high), (scales[1][0], low, high))
         else:
             found = ((scales[0][0], spread(low, pairs // LOW, 2), high),)
+    return found
+
+
+@triton.jit
+def with_points(scales, packed, table, place, start, S: tl.constexpr):
+    """The scales of S.depth columns, whose codes lie together (formats/vq2.py), each with the bytes of its group and
+    those that groups share."""
+    matrix, outputs, inside = place
+    HIGH: tl.constexpr = 4 * S.parts
+    pairs, mask = tl.arange(0, 16), inside[:, None]
+    begin = outputs.to(tl.int64)[:, None] * (S.num_columns // 64 * 20) + start // S.depth * (5 * HIGH)
+    codes = start_of(packed.codes, matrix) + begin
+    points = tl.load(codes + pairs[None, :], mask=mask, other=0)
+    signs = tl.load(codes + (4 * HIGH + pairs % HIGH)[None, :], mask=mask, other=0)
+    signs = raise_bits(signs, table, 4, S)
+    if S.parts == 2:
+        more = tl.load(codes + (pairs + 16)[None, :], mask=mask, other=0)
+        found = ((scales[0][0], scales[0][1], points, signs), (scales[1][0], scales[1][1], more, signs))
+    else:
+        found = ((scales[0][0], scales[0][1], points, raise_bits(signs, table, 2, S)),)
     return found
 
 

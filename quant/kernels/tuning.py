@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import NamedTuple
 
-from ..formats.format import JOINED_COLUMNS, QUANT_FORMATS, Layout
+from ..formats.format import EXPERT_FORMATS, JOINED_COLUMNS, QUANT_FORMATS, Layout
 from .gpu import INTERPRETER, interpreted
 
 
@@ -34,6 +34,7 @@ _TILES = {
     "e2m1": {16: Tiles(16, 128, 128, 4, 2), 32: Tiles(32, 64, 64, 4, 2), 64: Tiles(64, 128, 64, 8, 2)},
     "nf4": {16: Tiles(16, 64, 128, 4, 3), 32: Tiles(32, 64, 64, 4, 2), 64: Tiles(64, 128, 64, 8, 2)},
     "int3": {16: Tiles(16, 128, 128, 4, 2), 32: Tiles(32, 64, 128, 4, 2), 64: Tiles(64, 128, 128, 8, 2)},
+    "vq2": {16: Tiles(16, 128, 128, 4, 2), 32: Tiles(32, 64, 128, 4, 2), 64: Tiles(64, 128, 128, 8, 2)},
 }
 # Hopper has twice the shared memory, and tensor cores that read codes which four warps have unpacked together.
 _HOPPER = (9, 0)
@@ -52,8 +53,8 @@ DOT_CAPABILITY = (8, 0)
 # Beyond so many rows a device dequantizes a single matrix first: torch's product then gains more than that takes, from
 # 300 rows on (H200: 1.1 ps a weight, 3.6 fs a row) to 850 (RTX 4060, by its data sheet).
 GROUPED_ROWS = 512
-# The formats of `--quant` and `--experts` that the kernel supports.
-FORMATS = (*QUANT_FORMATS, "int3")
+# The formats that the kernel supports: all of `--quant` and `--experts`.
+FORMATS = (*QUANT_FORMATS, *EXPERT_FORMATS)
 
 
 def supports(capability: tuple[int, int]) -> bool:
@@ -85,7 +86,7 @@ def tiles_for(rows: int, layout: Layout, wide: bool, capability: tuple[int, int]
         tiles = (_HOPPER_TILES if capability == _HOPPER else _TILES)[layout.codes][rows]
         if rows == TILE_ROWS[0] and 2 * layout.shape[0] <= processors * tiles.outputs:
             tiles = tiles._replace(outputs=tiles.outputs // 2, stages=_LONE_STAGES)
-    if layout.codes == "int3":
+    if layout.codes in EXPERT_FORMATS:
         # Steps read codes that lie together.
         tiles = tiles._replace(depth=JOINED_COLUMNS)
     if not layout.grouped:

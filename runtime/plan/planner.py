@@ -17,7 +17,6 @@ from ...offload.budget import GIB
 from ...offload.machine.hardware import Hardware
 from ...offload.machine.profile import Machine
 from ...quant.formats.format import QUANT_FORMATS, get_format
-from ...quant.kernels import tuning
 from ...quant.kernels.gpu import Gpu, interpreted
 from ...quant.native import library
 from ..attention.choice import AttentionNeeds, choose_attention, stores_by_kernel
@@ -298,11 +297,6 @@ def solve(request: PlanRequest) -> PlanResult:
     """
     if request.budget.device is not None and request.settings.compute == "int8":
         raise SettingError("compute int8 multiplies on the CPU; give --gpu-mem 0 with it")
-    experts = request.settings.quant.partition("+")[2]
-    if request.budget.device is not None and experts and experts not in tuning.FORMATS:
-        raise SettingError(
-            f"--experts {experts} was given with a GPU, whose kernels read no such codes; give --gpu-mem 0 with it"
-        )
     search = _Search(SearchSpace(request))
     best: dict[str, tuple[Plan, Prediction, _Ranked]] = {}
     for quant in search.space.quants:

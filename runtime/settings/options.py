@@ -113,7 +113,7 @@ class WeightOptions(TypedDict, total=False):
     experts: Annotated[
         str,
         Option(
-            "Quantize routed experts to this format, and all else as --quant says; same: experts, too. vq2, on CPUs, is"
+            "Quantize routed experts to this format, and all else as --quant says; same: experts, too. vq2 is"
             " for weights that were prepared with a text to calibrate them.",
             SAME,
             panel=Panel.PRECISION,

@@ -69,7 +69,8 @@ def case(
             if (family, quant) not in made:
                 source = opened.enter_context(open_source(str(checkpoint(family))))
                 store = tmp_path_factory.mktemp("store") / family
-                prepare(source, store, quant, "fp32", Budgets().on_cpu())
+                importance = tiny_engine.importance_for(quant)
+                prepare(source, store, quant, "fp32", Budgets().on_cpu(), importance=importance)
                 made[family, quant] = tiny_engine.Case(source, store, tiny_engine.exact(quant))
             return made[family, quant]
 

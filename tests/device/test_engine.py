@@ -28,13 +28,15 @@ def check(case: Any, fake: Any, plan: Any, temperature: float = 0.0) -> Any:
     return ran
 
 
-@pytest.mark.sample("minimum-qwen3_moe-nf4", "all-llama-none", "half-qwen3_moe-int4+int3")
+@pytest.mark.sample("minimum-qwen3_moe-nf4", "all-llama-none", "half-qwen3_moe-int4+int3", "half-qwen3_moe-int4+vq2")
 @pytest.mark.parametrize(
     ("family", "quant"),
     [
         ("qwen3_moe", "nf4"),
         ("qwen3_moe", "int4+int3"),
         ("mixtral", "int8+int3"),
+        ("qwen3_moe", "int4+vq2"),
+        ("mixtral", "int8+vq2"),
         ("mixtral", "none"),
         ("gpt_oss", "int8"),
         ("granitemoe", "none"),
@@ -56,7 +58,7 @@ def test_tokens_are_those_of_the_processor(family: str, quant: str, share: float
 
 @pytest.mark.sample("int8+int3-experts mixed", "none-experts on disk")
 @pytest.mark.parametrize("ring_experts", [4, placement.RING_EXPERTS], ids=["experts mixed", "experts on disk"])
-@pytest.mark.parametrize("quant", ["none", "int8+int3"])
+@pytest.mark.parametrize("quant", ["none", "int8+int3", "int8+vq2"])
 def test_disk_host_and_device_work_as_three_tiers(
     quant: str, ring_experts: int, case: Any, fakes: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,6 +77,7 @@ def test_tokens_are_those_of_stock_transformers(
     [
         ("qwen3_moe", "nf4", "int4", AMPERE),
         ("qwen3_moe", "int8+int3", "int8", AMPERE),
+        ("qwen3_moe", "int4+vq2", "int8", AMPERE),
         ("mixtral", "int8", "int8/int4", AMPERE),
         ("mixtral", "none", "fp32", TURING),
     ],

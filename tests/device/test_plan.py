@@ -74,6 +74,7 @@ AMPERE = Gpu((8, 6), 28)
         (AMPERE, "nf4", "triton", True),
         (AMPERE, "int4", "triton", True),
         (AMPERE, "int4+int3", "triton", True),
+        (AMPERE, "int4+vq2", "triton", True),
         (Gpu((7, 5), 14), "nf4", "triton", False),
         (Gpu((8, 6), 28, Lacks.everything("Triton is not installed")), "nf4", "torch", False),
         (Gpu((8, 6), 28, Lacks(attention="it does not compile")), "nf4", "torch", True),

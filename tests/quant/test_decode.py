@@ -4,13 +4,15 @@ gives the numbers of the tables for all bytes, at every place of a word.
 
 import re
 from collections.abc import Callable
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 
-from moedge.quant.formats import mxfp4, nf4
+from moedge.quant.formats import mxfp4, nf4, vq2
 from moedge.quant.kernels import decode
+from moedge.quant.tensor import pack
 
 MASK = 0xFFFFFFFF
 
@@ -80,7 +82,8 @@ def words_of(codes: str) -> list[int]:
     """As the kernel's inputs have them: each word once for each of the four codes of its operand."""
     table = decode.table(codes, torch.bfloat16, "cpu", interpreted=False)
     assert table is not None
-    return [int(word) & MASK for word in table.view(-1, 32)[:, :1].expand(-1, 4).reshape(-1)]
+    words = table[: 32 * len(decode.WORDS[codes])].view(-1, 32)
+    return [int(word) & MASK for word in words[:, :1].expand(-1, 4).reshape(-1)]
 
 
 WORDS = [at | at + 1 << 8 | at + 2 << 16 | at + 3 << 24 for at in range(0, 256, 4)]
@@ -114,6 +117,72 @@ def test_codes_of_three_bits(group: int) -> None:
         for half, found in ((0, (even0, even1)), (4, (odd0, odd1))):
             codes = [x >> half + group % 2 * 2 & 3 | (y >> half + group & 1) << 2 for x, y in both]
             assert numbers(*found) == [code - 4.0 for code in codes]
+
+
+@pytest.mark.parametrize("behind", range(2))
+@pytest.mark.parametrize("seed", range(4))
+def test_points_of_pairs(seed: int, behind: int) -> None:
+    """Any bytes of two lower codes beside any of upper bits: the first numbers of both pairs, then the second ones."""
+    rest = np.random.default_rng(seed).permutation(WORDS)
+    for low, high in zip(WORDS, map(int, rest), strict=True):
+        found = run(decode.VQ2_ASM.value[behind], 8, low, *words_of("vq2"), high)
+        for pair in range(2):
+            wanted = []
+            for x, y in zip(low.to_bytes(4, "little"), high.to_bytes(4, "little"), strict=True):
+                point = vq2.POINTS[x >> 4 * pair & 15]
+                above = y >> 6 - 2 * behind + pair & 1
+                wanted.append(point if point >> 7 == above else 255 - point)
+            assert numbers(*found[2 * pair : 2 * pair + 2]) == [float(each % 16 - 8) for each in wanted]
+            assert numbers(*found[4 + 2 * pair : 6 + 2 * pair]) == [float(each // 16 - 8) for each in wanted]
+
+
+def raised(word: int, at: int, places: int) -> int:
+    """Four bytes of upper bits as the kernel raises them, for the four bytes of 16 that begin at 4 * `at`."""
+    table = decode.table("vq2", torch.bfloat16, "cpu", interpreted=False)
+    assert table is not None
+    mask = int(table[128 + (4 if places == 2 else 0) + at]) & MASK
+    return run(decode.RAISE_ASM.value[places // 4], 1, word, mask)[0]
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_row_of_pairs_has_the_bits_of_the_codec(groups: int) -> None:
+    """As the kernel reads it, 16 bytes a group, then those of upper bits, which groups share."""
+    packed = pack(torch.randn(3, 64 * groups, generator=torch.Generator().manual_seed(2)).bfloat16(), "vq2")
+    codes, wanted = packed.planes[0].numpy(), packed.dequantize()
+    for row in range(3):
+        for group, at in product(range(groups), range(4)):
+            low, high = (
+                int.from_bytes(codes[row, begin : begin + 4].tobytes(), "little")
+                for begin in (16 * group + 4 * at, 16 * groups + 4 * (at % groups))
+            )
+            high = raised(high, at, 4)
+            high = raised(high, at, 2) if groups == 1 else high
+            points = run(decode.VQ2_ASM.value[groups - 1 - group], 8, low, *words_of("vq2"), high)
+            scale = float(packed.planes[1][row, group])
+            factor, half = (two_of(number) for number in (scale, scale / 2))
+            found = [numbers(*(fma(word, factor, half) for word in points[part : part + 2])) for part in range(0, 8, 2)]
+            # First weights of the first and of the second pair of four bytes, then second weights.
+            for part, column in enumerate((0, 1, 4, 5)):
+                columns = [64 * group + 16 * at + 8 * (byte // 2) + 2 * (byte % 2) + column for byte in range(4)]
+                assert found[part] == wanted[row, columns].tolist()
+
+
+def two_of(number: float) -> int:
+    """A number twice, as bfloat16."""
+    bits = int(torch.tensor(number).bfloat16().view(torch.int16)) & 0xFFFF
+    return bits << 16 | bits
+
+
+@pytest.mark.parametrize("places", [2, 4])
+def test_upper_bits_of_pairs_that_share_bytes(places: int) -> None:
+    """Of 16 pairs in the first of every two halves: of four bytes or of eight. What is above a byte's end counts."""
+    for at in range(4):
+        shift = 0 if at // (places // 2) % 2 else places
+        for word in WORDS:
+            found = raised(word, at, places)
+            wanted = [byte << shift & 255 for byte in word.to_bytes(4, "little")]
+            kept = 255 << places & 255 if shift else 255
+            assert [byte & kept for byte in found.to_bytes(4, "little")] == wanted
 
 
 def test_integers_of_eight_bits() -> None:

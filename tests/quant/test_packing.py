@@ -25,7 +25,7 @@ needs_library = pytest.mark.skipif(not library.available(), reason=f"no library 
 PACKED = [
     ("nf4", ROWS, 1, 64), ("nf4", TILES, 32, 64), ("int4", ROWS, 1, 32), ("int4", TILES, 32, 32),
     ("mxfp4", ROWS, 1, 32), ("mxfp4", TILES, 32, 32), ("int8", ROWS, 1, 1), ("int3", TILES, 32, 32),
-    ("int3", ROWS, 32, 32), ("vq2", TILES, 32, 64),
+    ("int3", ROWS, 32, 32), ("vq2", TILES, 32, 64), ("vq2", ROWS, 32, 64),
 ]  # fmt: skip
 IDS = [f"{name} {order}" for name, order, *_ in PACKED]
 
@@ -88,7 +88,7 @@ def test_bytes_are_those_of_the_codec(
         library.choose(found.library, found.isa)
 
 
-@pytest.mark.parametrize(("name", "order"), [("int3", ROWS), ("int3", TILES), ("vq2", TILES)])
+@pytest.mark.parametrize(("name", "order"), [("int3", ROWS), ("int3", TILES), ("vq2", ROWS), ("vq2", TILES)])
 def test_bytes_are_those_of_the_codec_where_columns_count_otherwise(name: str, order: str, isa: str) -> None:
     weight, importance = (
         weights_of("gaussian", (64, 192), 5),

@@ -29,12 +29,16 @@ def points() -> Tensor:
     return torch.cat([some, -some])
 
 
-def test_codes_mean_what_the_format_says() -> None:
-    codes = torch.randint(0, 256, (5, 60), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
-    scales = torch.ones(5, 3, dtype=torch.bfloat16)
-    out = torch.empty(5, 192)
+# Chunks of 128 and of 64 columns (gpt-oss: 2880).
+@pytest.mark.parametrize("num_columns", [256, 192])
+def test_codes_mean_what_the_format_says(num_columns: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    codes = torch.randint(0, 256, (5, num_columns // 16 * 5), generator=generator, dtype=torch.uint8)
+    scales = torch.ones(5, num_columns // 64, dtype=torch.bfloat16)
+    out = torch.empty(5, num_columns)
     vq2.unpack((codes, scales), out, out)
     assert torch.equal(out.double(), vq2_values(codes))
+    assert torch.equal(vq2.join_rows(vq2.split_rows(codes)), codes)
 
 
 def test_points_are_32() -> None:

@@ -58,17 +58,22 @@ def int3_codes(codes: Tensor) -> Tensor:
 
 
 def vq2_values(codes: Tensor) -> Tensor:
-    """The values [N, K] of bytes [N, 5 K/16]: of 32 columns, eight bytes with the points of two pairs each and two with
-    the signs of eight."""
-    found = []
-    for chunk in codes.view(len(codes), -1, 10).int().unbind(1):
-        first, second = torch.empty(2, len(codes), 16, dtype=torch.float64)
-        for pair in range(16):
-            point = torch.tensor(vq2.POINTS)[(chunk[:, pair // 2] >> 4 * (pair % 2)) & 15]
-            sign = 1 - 2 * ((chunk[:, 8 + pair // 8] >> pair % 8) & 1)
-            first[:, pair], second[:, pair] = sign * (point % 16 - 7.5), sign * (point // 16 - 7.5)
-        found += [part for four in zip(first.split(4, 1), second.split(4, 1), strict=True) for part in four]
-    return torch.cat(found, 1)
+    """The values [N, K] of bytes [N, 5 K/16], pair by pair: for each chunk of columns bytes with the points of two
+    pairs, then bytes that say whether second values are positive."""
+    num_rows, nbytes = codes.shape
+    groups = 2 if nbytes % 40 == 0 else 1
+    values = torch.empty(num_rows, nbytes * 16 // 5, dtype=torch.float64)
+    for pair in range(nbytes * 8 // 5):
+        chunk, within = divmod(pair, 32 * groups)
+        group, (byte, half) = within // 32, divmod(within % 32, 2)
+        place, last = divmod(byte, 4 * groups)
+        low, high = codes.view(num_rows, -1, 20 * groups)[:, chunk].int().split([16 * groups, 4 * groups], 1)
+        point = torch.tensor(vq2.POINTS)[low[:, 16 * group + byte] >> 4 * half & 15]
+        positive = high[:, last] >> 2 * (groups * place + group) + half & 1
+        sign = torch.where((point // 16 > 7.5) == positive.bool(), 1, -1)
+        first = pair // 4 * 8 + pair % 4
+        values[:, first], values[:, first + 4] = sign * (point % 16 - 7.5), sign * (point // 16 - 7.5)
+    return values
 
 
 def defined(chosen: WeightFormat, planes: Planes) -> Tensor:

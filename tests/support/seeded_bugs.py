@@ -248,9 +248,10 @@ BUGS = _bugs(
     Bug(
         "columns of a Triton product",
         "quant/kernels/product.py",
-        "    for start in range(0, S.num_columns, S.depth):\n        scales = load_scales(packed, place, start, S)",
+        "    for start in range(0, S.num_columns, S.depth):\n"
+        "        scales = load_scales(packed, table, place, start, S)",
         "    for start in range(0, S.num_columns // 64 * 64, S.depth):\n"
-        "        scales = load_scales(packed, place, start, S)",
+        "        scales = load_scales(packed, table, place, start, S)",
         "grouped products",
     ),
     Bug(
@@ -279,6 +280,20 @@ BUGS = _bugs(
         "quant/kernels/product.py",
         "bits = codes >> (places * (2 * WIDTH)).to(tl.uint8)[None, :]",
         "bits = codes >> (places * WIDTH).to(tl.uint8)[None, :]",
+        "grouped products",
+    ),
+    Bug(
+        "groups of Triton's vq2 codes",
+        "quant/kernels/product.py",
+        "(scales[1][0], scales[1][1], more, signs))",
+        "(scales[1][0], scales[1][1], points, signs))",
+        "grouped products",
+    ),
+    Bug(
+        "pairs that share a byte of Triton's vq2 signs",
+        "quant/kernels/product.py",
+        "signs = raise_bits(signs, table, 4, S)",
+        "signs = signs << 4",
         "grouped products",
     ),
     Bug(

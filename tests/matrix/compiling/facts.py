@@ -26,6 +26,9 @@ CODE_LOADS = {
         "low = tl.load(codes",
         "others = tl.load(codes",
         "high = tl.load(codes",
+        "points = tl.load(codes",
+        "more = tl.load(codes",
+        "signs = tl.load(codes",
     ),
     pages: tuple(f"codes = tl.load(pointers{rest}" for rest in (", mask=mask", ", mask=columns", ")")),
 }

@@ -80,7 +80,7 @@ def counts(arch: int) -> dict[str, Any]:
     driver.set_active(facts.OtherGpu(arch))
     found: dict[str, Any] = {"weights": {}, "decode": {}, "prompts": {}}
     dots = has_dot((arch // 10, arch % 10))
-    for name in ("none", "int8", "int4", "nf4", "mxfp4", "int3") if dots else ():
+    for name in ("none", "int8", "int4", "nf4", "mxfp4", "int3", "vq2") if dots else ():
         found["weights"][name] = {rows: weights(name, rows) for rows in TILE_ROWS}
     for kv in KV:
         decode = "decode" if dots else "decode without dot"

@@ -46,7 +46,7 @@ STORED_HEADS = (64, 80, 128, 256)
 EXPERTS = ((256, 128), (1536, 2048), (2880, 2880))
 PUBLISHED_FORMATS = (
     ("int4", 16), ("int4", 64), ("nf4", 16), ("nf4", 64), ("int8", 16), ("mxfp4", 16), ("mxfp4", 32),
-    ("int3", 16), ("int3", 32), ("int3", 64),
+    ("int3", 16), ("int3", 32), ("int3", 64), ("vq2", 16), ("vq2", 32), ("vq2", 64),
 )  # fmt: skip
 LENGTHS = ((63, 1), (20, 1))
 
@@ -218,6 +218,9 @@ def expert_subjects(capability: tuple[int, int]) -> Iterator[Subject]:
         # Keys and values of a dense model, which leave most processors idle.
         row = {"gate": "no gate", "shape": (1024, 4096), "format": format_name, "rows": 16, "bias": False}
         yield experts(row | {"dtype": "bfloat16", "alone": True})
+    for format_name in ("int3", "vq2"):
+        row = {"gate": "silu", "shape": (1536, 2048), "format": format_name, "rows": 64, "bias": False}
+        yield experts(row | {"dtype": "float16"})
     factors = {
         "gate": tuple(GATES), "shape": EXPERTS, "format": ("none", "int8", "nf4"), "rows": TILE_ROWS, "dtype": DTYPES,
         "bias": (False, True),
@@ -233,7 +236,8 @@ def experts(row: dict[str, Any]) -> Subject:
     words += [row["gate"]] * (kernel != "down") + ["bias"] * row["bias"] + ["alone"] * row.get("alone", False)
     wide = row["dtype"] == "float32"
     config = f"{' '.join(words)} {row['rows']} rows"
-    return Subject(kernel, config, row["rows"] <= 32 and not wide, not wide, 16, lambda: _product(row))
+    codes = get_format(row["format"]).layout(row["shape"], row["dtype"]).planes[0].nbytes // row["shape"][0]
+    return Subject(kernel, config, row["rows"] <= 32 and not wide, not wide, codes & -codes, lambda: _product(row))
 
 
 def _product(row: dict[str, Any]) -> Launch:

@@ -192,7 +192,8 @@ ELSEWHERE = {
     "columns of a Triton product", "rows of a Triton product", "keys of a Triton split", "elements of a Triton head",
     "halves of Triton's int4 keys", "zero points of Triton's int4 values", "upper bits of three-bit codes",
     "last columns of a row's widest group", "groups of Triton's int3 codes", "sign of Triton's int3 scales",
-    "pairs that share a byte of Triton's int3 codes",
+    "pairs that share a byte of Triton's int3 codes", "groups of Triton's vq2 codes",
+    "pairs that share a byte of Triton's vq2 signs",
 }  # fmt: skip
 
 

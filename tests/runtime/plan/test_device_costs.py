@@ -118,7 +118,7 @@ def test_a_preset_says_what_every_kernel_took_within_one_and_a_half_times() -> N
     assert not off
 
 
-@pytest.mark.parametrize("quant", ["none", "int8", "int4", "int3"])
+@pytest.mark.parametrize("quant", ["none", "int8", "int4", "int3", "vq2"])
 def test_torch_moves_as_many_bytes_for_a_weight(quant: str) -> None:
     """With few rows, so that activations hardly count. nf4 and mxfp4 are unpacked by calls that aten does not see.
 
@@ -136,7 +136,9 @@ def test_torch_moves_as_many_bytes_for_a_weight(quant: str) -> None:
     assert nbytes / numel == pytest.approx(ASSUMED[quant].dense_nbytes, rel=0.05)
 
 
-@pytest.mark.parametrize(("quant", "most"), [("int8", 4), ("int4", 4), ("mxfp4", 4), ("nf4", 5), ("int3", 3)])
+@pytest.mark.parametrize(
+    ("quant", "most"), [("int8", 4), ("int4", 4), ("mxfp4", 4), ("nf4", 5), ("int3", 3), ("vq2", 4)]
+)
 def test_a_weight_takes_few_instructions_in_tiles_of_few_rows(quant: str, most: int) -> None:
     """More of them, and a GPU that has few bytes a clock for each of its schedulers would wait for them."""
     assert 0 < max(counts[0] for counts in ASSUMED[quant].instructions.values()) <= most

@@ -4,26 +4,31 @@ from dataclasses import replace
 
 import pytest
 
+from moedge.quant.formats.format import EXPERT_FORMATS
+from moedge.quant.kernels.gpu import Gpu
 from moedge.runtime.jobs.request import pin_settings, settings_of
 from moedge.runtime.plan.cost_model import CostModel
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import PlanRequest, solve
-from moedge.runtime.plan.rates import Rates
+from moedge.runtime.plan.rates import Rates, rates_of
 from moedge.runtime.settings.errors import SettingError
 from moedge.runtime.settings.settings import DeviceBudget, MemoryBudget, Settings
 from moedge.runtime.shape.shards import FORMATS, as_found, model_shards, open_formats, workspace_nbytes
 from moedge.what_if import suggestions
 from support.known_shapes import plain_model
+from support.plans_page import machine
 
 GIB = 1 << 30
 SHAPE = plain_model(num_layers=8)
 JOB = Workload(64, 160, 160, 64 * 128, 64 * 32)
 
 
-def request(ram: float, quant: str = "auto", device: DeviceBudget | None = None, **settings: object) -> PlanRequest:
+def request(
+    ram: float, quant: str = "auto", device: DeviceBudget | None = None, rates: Rates | None = None, **settings: object
+) -> PlanRequest:
     budget = MemoryBudget(int(ram * GIB), device)
     asked = Settings(quant=quant, tokens_per_pass=1024, **settings)  # type: ignore[arg-type]
-    return PlanRequest(costs=CostModel(SHAPE, Rates()), workload=JOB, budget=budget, settings=asked)
+    return PlanRequest(costs=CostModel(SHAPE, rates or Rates()), workload=JOB, budget=budget, settings=asked)
 
 
 @pytest.mark.parametrize(("experts", "bits"), [("int3", 3.5), ("vq2", 2.75)])
@@ -76,11 +81,23 @@ def test_less_is_read_where_experts_stream_and_plans_say_so() -> None:
     assert not any(each.change.startswith("--experts") for each in suggestions(request(16), solve(request(16))))
 
 
-def test_experts_that_no_kernel_reads_are_refused_with_a_gpu() -> None:
-    asked = request(8, "int8+int3", DeviceBudget(8 * GIB, GIB, GIB))
-    assert solve(asked).plan.quant == "int8+int3"
-    with pytest.raises(SettingError, match=r"--experts vq2 was given with a GPU.* --gpu-mem 0"):
-        solve(request(8, "int8+vq2", DeviceBudget(8 * GIB, GIB, GIB)))
+@pytest.mark.parametrize("experts", EXPERT_FORMATS)
+def test_experts_in_such_formats_are_computed_by_the_kernels_of_a_gpu(experts: str) -> None:
+    device = DeviceBudget(8 * GIB, GIB, GIB, Gpu((8, 6), 28))
+    plan = solve(request(8, f"int8+{experts}", device)).plan
+    assert plan.quant == f"int8+{experts}"
+    assert plan.grouped_products
+
+
+def test_less_crosses_the_link_to_a_gpu_and_plans_say_so() -> None:
+    device = DeviceBudget(2 * GIB, GIB, GIB, Gpu((8, 9), 24))
+    asked = request(8, "int4", device, rates_of(machine("RTX 4060 8GB"), on_device=True))
+    found = solve(asked)
+    assert not found.plan.streams, "host memory has all experts"
+    assert found.plan.held_nbytes < found.plan.weights_nbytes
+    better = {each.change: each for each in suggestions(asked, found) if each.change.startswith("--experts")}
+    assert better["--experts vq2"].gain > better["--experts int3"].gain > 1
+    assert "--calibrate" in better["--experts vq2"].note
 
 
 def test_what_has_no_such_experts_is_refused() -> None:

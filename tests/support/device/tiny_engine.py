@@ -11,6 +11,7 @@ from moedge.moe.expert_cache import CacheCounts
 from moedge.moe.host_experts import HostCounts
 from moedge.moe.streaming_mode import Mode
 from moedge.offload.device import Device
+from moedge.quant.formats.format import CALIBRATED
 from moedge.quant.kernels.gpu import OLDEST_CAPABILITY, Gpu, Lacks
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.jobs.report import experts as experts_of
@@ -22,6 +23,7 @@ from moedge.runtime.sampling.params import SequenceSampling
 from moedge.runtime.settings.settings import LIBRARIES_NBYTES, DeviceBudget, MemoryBudget, Settings
 from moedge.runtime.shape.shards import model_shards, resident_nbytes
 from moedge.runtime.source.model_source import ModelSource
+from moedge.runtime.weights.importance import Importance
 
 AMPLE = 1 << 36
 
@@ -108,7 +110,7 @@ class Case:
         loaded_now: Callable[[], object] = lambda: None,
     ) -> Ran:
         """`loaded_now` is called between loading and the first pass."""
-        store = self.store if plan.streams else None
+        store = self.store if plan.streams or importance_for(self.settings.quant) else None
         with closing(load_engine(self.source, plan, store, device, stream)) as loaded:
             loaded_now()
             sequences = [Sequence(ids, self.params(index, temperature)) for index, ids in enumerate(self.prompts)]
@@ -143,6 +145,11 @@ def gpu_of(device: Device) -> Gpu:
     """As `usable_kernels`, without trying one: a fake device runs none before it is entered."""
     old = "no kernel is compiled for it" if device.capability < OLDEST_CAPABILITY else ""
     return Gpu(device.capability, device.processors, Lacks.everything(old))
+
+
+def importance_for(quant: str) -> Importance | None:
+    """What a store is made with whose experts are never packed without one: columns count alike."""
+    return Importance("all alike", {}) if quant.partition("+")[2] in CALIBRATED else None
 
 
 def exact(quant: str) -> Settings:

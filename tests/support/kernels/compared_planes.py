@@ -22,7 +22,8 @@ from ..random_planes import random_planes
 
 # Orders in which the library packs a format.
 _PACKED = [("int8", ROWS), ("int4", ROWS), ("int4", TILES), ("nf4", ROWS), ("nf4", TILES),
-           ("mxfp4", ROWS), ("mxfp4", TILES), ("int3", ROWS), ("int3", TILES), ("vq2", TILES)]  # fmt: skip
+           ("mxfp4", ROWS), ("mxfp4", TILES), ("int3", ROWS), ("int3", TILES), ("vq2", ROWS),
+           ("vq2", TILES)]  # fmt: skip
 _TILED = ("int8", "int8-g64-f16", "int4", "int4-g128-f16-zp", "nf4", "mxfp4", "int3", "vq2")
 
 

@@ -26,7 +26,7 @@ _MOST_ERROR = 4e-6
 def grouped_cases(draw: st.DrawFn) -> grouped.Case:
     """Few rows of a matrix: the interpreter takes its time for a program."""
     name = draw(st.sampled_from(grouped.FORMATS))
-    multiple = {"nf4": 64, "mxfp4": 32, "int4": 32, "int3": 32}.get(name, 8)
+    multiple = {"nf4": 64, "mxfp4": 32, "int4": 32, "int3": 32, "vq2": 64}.get(name, 8)
     # Half of the widths are no multiples of what a program reads at a time.
     odd = [width for width in (80, 96, 104, 144, 160, 352, 7688) if width % multiple == 0]
     columns = draw(widths(multiple, 1536) | st.sampled_from(odd) if odd else widths(multiple, 1536))

@@ -14,7 +14,7 @@ from moedge.quant.tensor import PackedTensor, dtype_name, fill, pack_into
 from support.kernels.relayout import planes_of
 from support.random_planes import defined, random_planes
 
-FORMATS = ("none", "int8", "int4", "nf4", "mxfp4", "int3")
+FORMATS = ("none", "int8", "int4", "nf4", "mxfp4", "int3", "vq2")
 
 
 @dataclass(frozen=True)
