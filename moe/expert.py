@@ -250,11 +250,11 @@ class ExpertSource(Protocol):
         a token chooses `per_token`; nothing where nobody asks. Called before the layer's own choices are waited for."""
 
     def fetch(self, groups: ExpertGroups, hidden: torch.Tensor, rows: torch.Tensor) -> Iterator[list[ResidentExpert]]:
-        """Yields the experts that `groups` want as they become usable, first all that are held.
+        """Yields the experts that `groups` want as they become usable, first all that are held where none arrives.
 
         `hidden` [T, D] are the states of the tokens. Of experts that are not yielded the source has computed the rows
         [P, D] of `groups` itself when the iterator ends. The caller may ask for the next list while it still computes
-        earlier ones, the first excepted; their weights stay until they are finished.
+        earlier ones; their weights stay until they are finished, those of held ones until the iterator ends.
         """
 
 
@@ -280,34 +280,39 @@ def compute_experts(
     """The outputs of experts for hidden [T, D]: [P, D], in the rows of the groups; the next call overwrites them."""
     rows = compute.workspace.rows(groups.num_rows, hidden)
 
-    def run_expert(expert: ResidentExpert, products: Matmul) -> None:
-        mine = groups.rows(expert.expert_id)
+    def run(some: list[ResidentExpert], products: Matmul) -> None:
         try:
-            if body.forward_by_kernel(hidden, rows, groups, [expert], products):
+            if body.forward_by_kernel(hidden, rows, groups, some, products):
                 return
-            # The thread that computes gathers its rows itself, so that they are in its cache.
-            torch.index_select(hidden, 0, groups.token_ids[mine], out=rows[mine])
-            body.forward(rows[mine], expert.weights, products)
+            for one in some:
+                mine = groups.rows(one.expert_id)
+                # The thread that computes gathers its rows itself, so that they are in its cache.
+                torch.index_select(hidden, 0, groups.token_ids[mine], out=rows[mine])
+                body.forward(rows[mine], one.weights, products)
         finally:
-            expert.finish()
+            for one in some:
+                one.finish()
 
     def ungrouped(residents: list[ResidentExpert]) -> list[ResidentExpert]:
-        """The experts that remain to be computed one by one, largest groups first so that threads finish together."""
+        """The experts that remain for single threads, largest groups first so that they finish together."""
         if not body.forward_together(hidden, rows, groups, residents, compute):
             return sorted(residents, key=lambda one: -groups.counts[one.expert_id])
         for one in residents:
             one.finish()
         return []
 
+    def parts(residents: list[ResidentExpert]) -> list[list[ResidentExpert]]:
+        """What one thread computes at a time: an expert that arrived, or held ones as they come."""
+        remaining = ungrouped(residents)
+        arrived = any(one.computed is not None for one in remaining)
+        return [[one] for one in remaining] if arrived else [remaining]
+
     fetched = experts.fetch(groups, hidden, rows)
-    remaining = ungrouped(next(fetched, []))
-    if body.forward_by_kernel(hidden, rows, groups, remaining, compute):
-        for one in remaining:
-            one.finish()
-    else:
-        compute.parallel_for(remaining, run_expert)
-    # A thread that is free takes the next expert that arrives; it does not wait for the others.
-    compute.parallel_for(chain.from_iterable(map(ungrouped, fetched)), run_expert)
+    first = ungrouped(next(fetched, []))
+    if first and not body.forward_by_kernel(hidden, rows, groups, first, compute):
+        compute.parallel_for([[one] for one in first], run)
+    # A thread that is free takes what comes next; it does not wait for the others.
+    compute.parallel_for(filter(None, chain.from_iterable(map(parts, fetched))), run)
     return rows
 
 

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -17,7 +18,7 @@ from .expert import ExpertGroups, ExpertWeights, OneShotEvent, ResidentExpert
 from .host_experts import HostExperts
 from .routing_stats import RoutingStats
 from .streaming_mode import Mode
-from .streaming_order import ForecastCounts, StreamingOrder
+from .streaming_order import MAX_TOGETHER, ForecastCounts, StreamingOrder
 
 # Weight of the newest pass in an expert's probability: the last 35 passes make up half of it.
 _NEWEST = 0.02
@@ -25,6 +26,8 @@ _NEWEST = 0.02
 _MARGIN = 0.05
 # The fraction of all slots that may be swapped in one pass: each swap costs a copy within memory.
 _SWAP_FRACTION = 0.125
+# About so many rows of held experts one thread computes at a time while others arrive.
+_PIECE_ROWS = 64
 
 
 class Popular:
@@ -193,6 +196,8 @@ class StreamingExpertCache:
         self._slots = slots
         # In the order in which they arrived, which is the order of the ring.
         self._computing: deque[RingExpert] = deque()
+        # Held experts that are computed now.
+        self._in_use: set[ShardKey] = set()
         self.counts = CacheCounts()
 
     def start_counting(self) -> None:
@@ -202,9 +207,10 @@ class StreamingExpertCache:
     def fetch(
         self, layer: int, groups: ExpertGroups, hidden: torch.Tensor, rows: torch.Tensor
     ) -> Iterator[list[ResidentExpert]]:
-        """Yields the experts that `groups` want as they become usable: first the held ones, then those that arrive.
+        """Yields the experts that `groups` want as they become usable: those that arrive, and held ones while none has.
 
-        Compute the first list before asking for the next one: held experts may be evicted afterwards.
+        A ring slot is read into again once its expert is computed, so a CPU lets no arrival wait for what is held. On a
+        device, which computes behind the host, all held ones come first.
         """
         wanted = set(groups.wanted)
         self._begin(layer, groups)
@@ -216,14 +222,37 @@ class StreamingExpertCache:
         self.counts.hits += len(held)
         self.order.guess_next(groups.foreseen or self.order.foresee(layer, hidden, groups.expert_ids.shape[1]))
         self.order.request_ahead()
-        yield [ResidentExpert(expert, self._slots.weights(layer, expert)) for expert in sorted(held)]
-        while self.order.is_pending:
-            # A thread that would wait for the lane first lets the others finish, so that only this call waits.
-            self._release(wait=not self.order.is_ready)
+        self._in_use = {ShardKey(layer, expert) for expert in held}
+        waiting = deque(self._held_pieces(layer, sorted(held), groups))
+        if not self.order.is_pending or hidden.device.type != "cpu":
+            yield list(chain.from_iterable(waiting))
+            waiting.clear()
+        else:
+            yield []
+        while waiting or self.order.is_pending:
+            self._release(wait=False)
+            if waiting and not self.order.is_ready:
+                yield waiting.popleft()
+                continue
+            if not self.order.is_ready:
+                # A thread that would wait for the lane first lets the others finish, so that only this call waits.
+                self._release(wait=True)
             yield self._hand_out(self.order.arrivals(), wanted)
         self._release(wait=True)
         if self.host:
             self.host.finish(rows)
+
+    def _held_pieces(self, layer: int, held: Sequence[int], groups: ExpertGroups) -> Iterator[list[ResidentExpert]]:
+        """Held experts in lists that one thread computes in some tenths of a millisecond, unless a single one takes
+        longer."""
+        rows = sum(groups.counts[expert] for expert in held)
+        most = max(1, min(MAX_TOGETHER, _PIECE_ROWS * len(held) // max(1, rows)))
+        for first in range(0, len(held), most):
+            some = held[first : first + most]
+            yield [ResidentExpert(expert, self._slots.weights(layer, expert)) for expert in some]
+
+    def _may_leave(self, key: ShardKey) -> bool:
+        return key not in self._in_use and self.order.may_leave(key)
 
     def leave(self, layer: int) -> None:
         """Between two passes: the last layer is visited no more, and its experts are the first to be evicted."""
@@ -267,7 +296,7 @@ class StreamingExpertCache:
             wanted = oldest.resident is not None
             self.counts.fetched += 1
             self.counts.unwanted += not wanted
-            if wanted and self._slots.offer(oldest.key, oldest.arrival.view, self.order.may_leave):
+            if wanted and self._slots.offer(oldest.key, oldest.arrival.view, self._may_leave):
                 self.counts.swaps += 1
             released.append(oldest.arrival)
         if released:

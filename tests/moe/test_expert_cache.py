@@ -147,6 +147,33 @@ def test_a_place_that_is_given_back_too_early_is_noticed() -> None:
         run(cache, Forgetful(arrived), 3, passes=50)
 
 
+def test_a_held_expert_that_leaves_while_it_is_computed_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_cache, "_MARGIN", -2.0)
+    monkeypatch.setattr(expert_cache, "_SWAP_FRACTION", 1.0)
+    cache, _ = make_cache(2, Mode.WANTED, num_held=4)
+    cache._may_leave = cache.order.may_leave  # type: ignore[method-assign]
+    with pytest.raises(AssertionError):
+        run(cache, Bytes(), 3, passes=50)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_held_experts_are_computed_while_none_has_arrived(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ring slot of an arrival that waits behind held experts is not read into: half of a small ring stood still."""
+    monkeypatch.setattr(expert_cache, "_PIECE_ROWS", 1)
+    cache, lane = make_cache(2, Mode.WANTED, num_held=4)
+    lane.is_late = late
+    groups = group_by_expert(torch.arange(EXPERTS)[None], EXPERTS)
+    hidden = torch.zeros(1, 1)
+    order = []
+    for residents in cache.fetch(0, groups, hidden, hidden):
+        order += [one.expert_id for one in residents]
+        for one in residents:
+            one.finish()
+        # Everything arrives once two held experts were computed.
+        lane.is_late = late and len(order) < 2
+    assert order == ([0, 1, 4, 5, 6, 7, 2, 3] if late else [4, 5, 6, 7, 0, 1, 2, 3])
+
+
 def test_an_expert_that_fails_holds_nobody_up() -> None:
     class Failing(Bytes):
         def forward(self, rows: torch.Tensor, weights: Any, compute: Matmul) -> None:
