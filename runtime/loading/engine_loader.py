@@ -369,7 +369,7 @@ class Loading:
             free = (lambda: None) if device is None else device.give_back
             # On a device few large tiles: each starts as many kernels. The plan has the bytes in any case.
             if device is None:
-                sampler = Sampler(CPU_SAMPLER_NBYTES)
+                sampler = Sampler(CPU_SAMPLER_NBYTES, compute=self.compute)
             else:
                 sampler = Sampler(SAMPLER_NBYTES, self._draw_rows())
             scheduler = Scheduler(_limits(self.plan), cache)

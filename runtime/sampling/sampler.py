@@ -11,7 +11,7 @@ Log-probabilities are the model's own: penalties, filters and masks decide which
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self, TypeAlias
 
@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...quant.matmul.matmul import ParallelMatmul
 from ...quant.native.calls import argmax
 from .draw import NO_TOKEN, Draw, Sampled, uniform
 from .params import TokenLogprob
@@ -118,6 +119,18 @@ def total(weights_: Tensor) -> Tensor:
     return weights_.sum(dim=-1, keepdim=True, dtype=torch.float64)
 
 
+# Columns whose weights a CPU has at once: they stay in its cache.
+_COLUMNS = 1 << 14
+
+
+def mass_of(distances: Tensor, temperature: Tensor) -> Tensor:
+    """The exact sum of the weights of all tokens, float64 [R, 1], by distances [R, V]."""
+    vocab_size = distances.shape[-1]
+    parts = torch.split(distances, _COLUMNS if distances.is_cpu else vocab_size, dim=-1)
+    # Integers up to 2**53: no order of the sum rounds.
+    return torch.stack([total(weights(part, temperature, vocab_size)) for part in parts]).sum(dim=0)
+
+
 # Few tokens carry nearly all the mass of a language model's row, so that most draws end within this many ranks; the
 # others search again among WIDER times as many. The result is the same for any value.
 FIRST_RANKS = 256
@@ -148,7 +161,7 @@ def choose(logits: Tensor, settings: SamplerColumns) -> Tensor:
     peak, distances = below_peak(logits)
     unfiltered, mass = _unfiltered(settings, vocab_size), torch.full_like(settings.uniform, _UNKNOWN)
     if unfiltered.any():
-        mass = torch.where(unfiltered, total(weights(distances, settings.temperature, vocab_size)), mass)
+        mass = torch.where(unfiltered, mass_of(distances, settings.temperature), mass)
     num_ranks = min(FIRST_RANKS, vocab_size)
     token_ids, found = _draw(first_keys(distances, num_ranks), mass, settings, vocab_size)
     beyond = (~found).nonzero().squeeze(-1)
@@ -197,7 +210,7 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[i
     shown = torch.cat([pack_keys(away, chosen), first_keys(distances, min(max(num_top), vocab_size))], dim=-1)
     shown_distances, shown_ids = (part.tolist() for part in read_keys(shown))
     one = torch.ones_like(logits[:, :1])
-    masses = total(weights(distances, one, vocab_size)).squeeze(-1) / unit(vocab_size)
+    masses = mass_of(distances, one).squeeze(-1) / unit(vocab_size)
     return [
         _token_logprob(ids, away, mass, rank, num)
         for ids, away, mass, rank, num in zip(
@@ -273,8 +286,9 @@ def forbid(logits: Tensor, bits: Tensor) -> None:
     logits.masked_fill_(forbidden[:, : logits.shape[-1]], -torch.inf)
 
 
-# The most bytes of temporaries per logit of a tile: 55 on a CPU, when all rows need a full sort. The rest is for the
-# allocations of a device's sort.
+# The most bytes of temporaries per logit of a tile, where all rows need a full sort: 55 were counted on a CPU, and the
+# sort of a device allocates more.
+CPU_BYTES_PER_LOGIT = 56
 BYTES_PER_LOGIT = 96
 # The same where a kernel draws, which needs a copy of a row whose logits are changed, and their masks.
 COPIED_BYTES_PER_LOGIT = 16
@@ -289,12 +303,14 @@ class Sampler:
     """Draws one token per row, which depends on the row's own logits and `Draw` alone, to the last bit.
 
     Temporaries stay below `scratch_nbytes`, or take what a single row needs if that is more. `draw`, if not None, is
-    the kernel of a device (kernel.py).
+    the kernel of a device (kernel.py). The threads of `compute` have tiles of their own: operations on a few rows are
+    too small for several threads.
     """
 
     # On a CPU a plane of fp32 then stays below 1 MiB and in the cache: larger ones are mapped anew each time.
     scratch_nbytes: int = 24 << 20
     draw: DrawRows | None = None
+    compute: ParallelMatmul | None = None
 
     def sample(self, logits: Tensor, draws: Sequence[Draw], masks: TokenMasks | None = None) -> Sampled:
         """Draws one token for each row of `logits` [B, V], of any dtype and on any device; does not change them.
@@ -322,13 +338,16 @@ class Sampler:
 
         None for a row whose logits contain NaN or +inf. A token that the output head does not have is impossible.
         """
-        scores: list[TokenLogprob | None] = []
+        scores: list[TokenLogprob | None] = [None] * len(token_ids)
         last = logits.shape[-1] - 1
-        for part in self._tiles(len(token_ids), logits.shape[-1]):
+
+        def score_tile(part: slice) -> None:
             broken = _argmax(logits[part]) == NO_TOKEN
             ids = [min(token_id, last) for token_id in token_ids[part]]
             found = token_logprobs(logits[part].float(), ids, num_top[part])
-            scores += [None if bad else each for bad, each in zip(broken, found, strict=True)]
+            scores[part] = [None if bad else each for bad, each in zip(broken, found, strict=True)]
+
+        self._for_tiles(len(token_ids), logits, score_tile)
         return tuple(
             replace(score, token_id=token_id, logprob=-math.inf, rank=last + 2) if score and token_id > last else score
             for score, token_id in zip(scores, token_ids, strict=True)
@@ -355,22 +374,24 @@ class Sampler:
     def _draw_tiles(
         self, logits: Tensor, rows: list[int], draws: Sequence[Draw], settings: Tensor | None, bits: Tensor | None
     ) -> NDArray[np.int64]:
-        vocab_size, found = logits.shape[-1], []
-        each = BYTES_PER_LOGIT if self.draw is None else COPIED_BYTES_PER_LOGIT
-        for part in self._tiles(len(rows), vocab_size, each):
+        found = np.empty(len(rows), dtype=np.int64)
+
+        def draw_tile(part: slice) -> None:
             tile = _copy_rows(logits, rows[part])
             if bits is not None:
                 forbid(tile, bits[part])
             if settings is None:
-                found.append(_argmax(tile))
-                continue
+                found[part] = _argmax(tile)
+                return
             bias(tile, draws[part])
             penalise(tile, draws[part])
             if self.draw is not None:
-                found.append(self.draw(tile, settings[:, part], range(len(tile))).cpu().numpy())
+                found[part] = self.draw(tile, settings[:, part], range(len(tile))).cpu().numpy()
             else:
-                found.append(choose(tile, SamplerColumns(*settings[:, part].to(tile.device))).cpu().numpy())
-        return np.concatenate(found)
+                found[part] = choose(tile, SamplerColumns(*settings[:, part].to(tile.device))).cpu().numpy()
+
+        self._for_tiles(len(rows), logits, draw_tile, None if self.draw is None else COPIED_BYTES_PER_LOGIT)
+        return found
 
     def _logprobs(self, logits: Tensor, draws: Sequence[Draw], token_ids: list[int]) -> dict[int, TokenLogprob]:
         wanted = {
@@ -380,14 +401,30 @@ class Sampler:
         }
         logprobs: dict[int, TokenLogprob] = {}
         rows = list(wanted)
-        for part in self._tiles(len(rows), logits.shape[-1]):
+
+        def find(part: slice) -> None:
             chosen, nums = [token_ids[row] for row in rows[part]], [wanted[row] for row in rows[part]]
             logprobs.update(zip(rows[part], token_logprobs(_copy_rows(logits, rows[part]), chosen, nums), strict=True))
+
+        self._for_tiles(len(rows), logits, find)
         return logprobs
 
-    def _tiles(self, num_rows: int, vocab_size: int, each: int = BYTES_PER_LOGIT) -> Iterator[slice]:
-        per_tile = max(1, self.scratch_nbytes // (each * vocab_size))
-        return (slice(start, start + per_tile) for start in range(0, num_rows, per_tile))
+    def _for_tiles(self, num_rows: int, logits: Tensor, work: Callable[[slice], None], each: int | None = None) -> None:
+        """Calls `work` for tiles of rows, whose temporaries take `each` bytes a logit."""
+        of_row = (each or (CPU_BYTES_PER_LOGIT if logits.is_cpu else BYTES_PER_LOGIT)) * logits.shape[-1]
+        threads = 1 if self.compute is None else self.compute.num_workers
+        per_tile = max(1, self.scratch_nbytes // (threads * of_row))
+        tiles = [slice(start, start + per_tile) for start in range(0, num_rows, per_tile)]
+        at_once = min(threads, len(tiles), self.scratch_nbytes // (per_tile * of_row))
+
+        def run(some: list[slice], _: object = None) -> None:
+            for tile in some:
+                work(tile)
+
+        if self.compute is None or at_once < 2:
+            run(tiles)
+        else:
+            self.compute.parallel_for([tiles[first::at_once] for first in range(at_once)], run)
 
 
 def _argmax(logits: Tensor) -> NDArray[np.int64]:

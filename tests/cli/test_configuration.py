@@ -437,12 +437,12 @@ def test_config_init_takes_budgets_and_formats_from_a_plan(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     model = str(files("moedge.demo") / "model")
-    assert cli("plan", model, "--ram", "755MiB", "--quant", "nf4", "--max-sequences", 2, "--save", "plan.json") == 0
+    assert cli("plan", model, "--ram", "659MiB", "--quant", "nf4", "--max-sequences", 2, "--save", "plan.json") == 0
     monkeypatch.setattr(socket, "gethostname", lambda: "box")
     assert cli("config", "init", "--from-plan", "plan.json", "--for-machine") == 0
     assert '[machine."box"]' in places.project.read_text()
     found = requested()
-    assert (found.budgets.ram, found.settings.quant) == ("755MiB", "nf4")
+    assert (found.budgets.ram, found.settings.quant) == ("659MiB", "nf4")
     planned = json.loads(Path("plan.json").read_text())
     store = sum(planned["tiers"][-1]["parts"].values())
     assert store > 0

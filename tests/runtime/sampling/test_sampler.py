@@ -1,5 +1,7 @@
 import subprocess
 import sys
+import threading
+import time
 import weakref
 from dataclasses import replace
 
@@ -10,15 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moedge.quant.matmul.matmul import ParallelMatmul, Workspace
+from moedge.runtime.sampling import sampler
 from moedge.runtime.sampling.draw import NO_TOKEN, Draw, TokenHistory, uniform
 from moedge.runtime.sampling.params import SequenceSampling
-from moedge.runtime.sampling.sampler import BYTES_PER_LOGIT, Sampler
+from moedge.runtime.sampling.sampler import CPU_BYTES_PER_LOGIT, Sampler
 
 pytestmark = pytest.mark.numerics
 
 # Odd, so that rows start at every alignment; larger than the first look, so that both ways are taken.
 VOCAB = 777
 SAMPLER = Sampler()
+THREADS = ParallelMatmul(Workspace(0), helpers=[Workspace(0), Workspace(0)])
 
 
 def logits_of(num_rows, vocab_size=VOCAB, seed=0):
@@ -63,13 +68,40 @@ def assert_rows_as_alone(sampled, rows):
 @settings(deadline=None, max_examples=40)
 @given(
     st.lists(st.integers(0, 63), min_size=1, max_size=64),
-    st.sampled_from([1, VOCAB * BYTES_PER_LOGIT * 5, 1 << 26]),
+    st.sampled_from([1, VOCAB * CPU_BYTES_PER_LOGIT * 5, 1 << 26]),
     st.integers(0, 5),
+    st.sampled_from([None, THREADS]),
 )
-def test_a_row_has_the_same_tokens_and_logprobs_to_the_bit_alone_and_in_any_batch(rows, scratch_nbytes, offset):
+def test_a_row_has_the_same_tokens_and_logprobs_to_the_bit_alone_and_in_any_batch(
+    rows, scratch_nbytes, offset, compute
+):
     storage = torch.full((len(rows) * VOCAB + offset,), torch.nan)
     batch = storage[offset:].view(len(rows), VOCAB).copy_(POOL[rows])
-    assert_rows_as_alone(Sampler(scratch_nbytes).sample(batch, [POOL_DRAWS[row] for row in rows]), rows)
+    threaded = Sampler(scratch_nbytes, compute=compute)
+    assert_rows_as_alone(threaded.sample(batch, [POOL_DRAWS[row] for row in rows]), rows)
+
+
+@pytest.mark.parametrize(("rows", "together"), [(1, 1), (2, 2), (9, 9)])
+def test_tiles_of_several_threads_share_the_scratch(rows, together, monkeypatch):
+    """Three threads with room for `rows` rows: some wait, or all have tiles of several rows."""
+    live, most, lock, draw = [0], [0], threading.Lock(), sampler.choose
+
+    def counted(logits, columns):
+        with lock:
+            live[0] += len(logits)
+            most[0] = max(most[0], live[0])
+        time.sleep(1e-3)
+        try:
+            return draw(logits, columns)
+        finally:
+            with lock:
+                live[0] -= len(logits)
+
+    monkeypatch.setattr(sampler, "choose", counted)
+    scratch_nbytes = rows * VOCAB * CPU_BYTES_PER_LOGIT
+    draws = [Draw(SequenceSampling(1, temperature=1.0), 0, row) for row in range(64)]
+    Sampler(scratch_nbytes, compute=THREADS).sample(POOL, draws)
+    assert together / 2 < most[0] <= together
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
@@ -217,7 +249,7 @@ class LiveBytes(TorchDispatchMode):
 def test_temporaries_stay_within_the_scratch(filters):
     logits = torch.randn(12, 20_000)
     params = SequenceSampling(1, **{"temperature": 1.0, **filters})
-    scratch_nbytes = 3 * 20_000 * BYTES_PER_LOGIT
+    scratch_nbytes = 5 * 20_000 * CPU_BYTES_PER_LOGIT
     with LiveBytes() as tensors:
         Sampler(scratch_nbytes).sample(logits, [Draw(params, 0, row) for row in range(12)])
     assert scratch_nbytes / 8 < tensors.peak < scratch_nbytes
