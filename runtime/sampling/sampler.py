@@ -400,7 +400,8 @@ class Sampler:
             if draw.params.logprobs is not None and token_ids[row] != NO_TOKEN
         }
         logprobs: dict[int, TokenLogprob] = {}
-        rows = list(wanted)
+        if not (rows := list(wanted)):
+            return logprobs
 
         def find(part: slice) -> None:
             chosen, nums = [token_ids[row] for row in rows[part]], [wanted[row] for row in rows[part]]
