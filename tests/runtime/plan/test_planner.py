@@ -236,6 +236,20 @@ def test_an_embedding_takes_memory_only_beside_all_weights() -> None:
     assert [plan.resident_nbytes for plan in plans] == [resident_nbytes(tied, "bf16")] * 2
 
 
+def test_a_cache_that_is_small_beside_the_memory_keeps_the_models_dtype() -> None:
+    """Qwen3-30B-A3B in 6 GiB: 96 KiB a token in bf16; half of it is a 2,000th of the weights with one short sequence,
+    and several hundred experts with many."""
+    shape, wanted = published_shape("Qwen3-30B-A3B"), Settings(quant="int4")
+    few, many = Workload(1, 64), Workload(1000, 512)
+    plans = {job: choose(shape, wanted, MemoryBudget(6 * GIB), job, FAST).plan for job in (few, many)}
+    assert {job: plan.kv for job, plan in plans.items()} == {few: "bf16", many: "int8"}
+    assert all(plan.streams for plan in plans.values())
+    assert plans[few].kv_nbytes <= planner.LITTLE_KV * 6 * GIB
+    # Where only int8 fits, it is taken, however small the cache.
+    least, _ = budget_range(shape, wanted, few)
+    assert choose(shape, wanted, MemoryBudget(least), few, FAST).plan.kv == "int8"
+
+
 def test_memory_is_used_where_it_helps() -> None:
     """At most a tenth of a budget is idle as long as some weights stream."""
     job = Workload(2000, 256, 256, 256_000, 256_000)
