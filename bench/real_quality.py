@@ -40,7 +40,7 @@ from torch import Tensor
 
 from bench import ROOT
 from bench.make_real_mixture import stdlib
-from moedge.quant.formats.format import EXPERT_FORMATS
+from moedge.quant.formats.format import CALIBRATED, EXPERT_FORMATS
 from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.loading.prepare import calibrate, prepare
 from moedge.runtime.plan.placement import Workload
@@ -107,7 +107,9 @@ def subjects(model: Path, options: argparse.Namespace) -> Iterator[list[tuple[st
     with tempfile.TemporaryDirectory(dir=smollm2.cache()) as folder:
         low = [case for _, case, _ in found if "+" in case.quant]
         prepare_stores(model, stores := {case.quant: Path(folder, case.quant) for case in low})
-        yield found + [(f"{case.quant}, calibrated", case, stores[case.quant]) for case in low]
+        # Formats that none may have who did not calibrate them.
+        taken = [each for each in found if CALIBRATED.isdisjoint(each[1].quant.split("+"))]
+        yield taken + [(f"{case.quant}, calibrated", case, stores[case.quant]) for case in low]
 
 
 def asked_for(case: Case, options: argparse.Namespace) -> bool:
