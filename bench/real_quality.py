@@ -116,14 +116,18 @@ def asked_for(case: Case, options: argparse.Namespace) -> bool:
     return not options.weights or case.quant in options.weights
 
 
+def calibration_text() -> str:
+    """Pages of moedge and a module of Python, none of which is scored."""
+    pages = "\n".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.md")))
+    return pages[:CALIBRATION] + stdlib(["argparse"])[:CALIBRATION]
+
+
 def prepare_stores(model: Path, stores: Mapping[str, Path]) -> None:
-    """Stores by their formats of weights, errors weighed by pages of moedge and a module of Python."""
+    """Stores by their formats of weights, errors weighed by the calibration text."""
     if not stores:
         return
-    pages = "\n".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.md")))
-    text = pages[:CALIBRATION] + stdlib(["argparse"])[:CALIBRATION]
     with open_source(str(model)) as source:
-        importance = calibrate(source, text, "bf16", Budgets())
+        importance = calibrate(source, calibration_text(), "bf16", Budgets())
         for quant, store in stores.items():
             prepare(source, store, quant, "bf16", MemoryBudget(4 << 30), importance=importance)
 

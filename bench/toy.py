@@ -46,6 +46,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "host_cost": ("--layers 2 --experts 16 --tokens 4 --repeats 3", "--sequences 2 4 --repeats 3"),
     "job_scale": ("--rows 300 --small 50 --seconds 0.5",),
     "kernels": ("--help",),
+    "low_bits": ("--help",),
     "kv_waste": ("--rows 60 --live 8 --blocks 16 --pool 0.5",),
     "night": ("--model {model} --stores {out} --rows 4 --prompt 8 --new 4 --lever now: --lever now:--quant=int8",),
     "micro": (
