@@ -21,6 +21,7 @@ import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +72,8 @@ class Ggml:
             self._library.ggml_quantize_init(int(kind))
         bits = [8 * nbytes / count for count, nbytes in (GGML_QUANT_SIZES[kind] for kind in kinds)]
         title = first if second == first else f"{first}, down {second}"
-        # Of an expert's three matrices two are first ones.
-        mean = (2 * bits[0] + bits[1]) / 3
-        one, other = (lambda weight, columns, kind=kind: self._replace(weight, columns, kind) for kind in kinds)
-        return Subject(f"llama.cpp {title}", mean, one, other)
+        one, other = (partial(self._replace, kind=kind) for kind in kinds)
+        return Subject(f"llama.cpp {title}", mean_bits(*bits), one, other)
 
     def _replace(self, weight: Tensor, columns: Tensor, kind: Any) -> Tensor:
         from gguf import GGML_QUANT_SIZES, dequantize
@@ -97,18 +96,25 @@ class Ggml:
         return torch.from_numpy(found).view(weight.shape)
 
 
-def of_moedge(name: str) -> Subject:
-    """A format of moedge; packed from bfloat16, the dtype of the checkpoint."""
-    form = get_format(name)
+def of_moedge(first: str, second: str = "") -> Subject:
+    """A format of moedge, or one for second matrices, too; packed from bfloat16, the dtype of the checkpoint."""
 
-    def replace(weight: Tensor, columns: Tensor) -> Tensor:
-        layout = form.layout((weight.shape[0], weight.shape[1]), "bfloat16")
+    def replace(weight: Tensor, columns: Tensor, name: str) -> Tensor:
+        layout = get_format(name).layout((weight.shape[0], weight.shape[1]), "bfloat16")
         buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
         packed = pack_into(weight.bfloat16(), layout, buffer, importance=columns)
         return packed.dequantize(torch.empty(layout.shape))
 
-    bits = 8 * form.layout((BLOCK, 1 << 12), "bfloat16").nbytes / BLOCK / (1 << 12)
-    return Subject(f"moedge {name}", bits, replace, replace)
+    names = first, second or first
+    bits = [8 * get_format(name).layout((BLOCK, 1 << 12), "bfloat16").nbytes / BLOCK / (1 << 12) for name in names]
+    title = f"moedge {first}, down {second}" if second else f"moedge {first}"
+    one, other = (partial(replace, name=name) for name in names)
+    return Subject(title, mean_bits(*bits), one, other)
+
+
+def mean_bits(first: float, second: float) -> float:
+    """Of an expert's three matrices two are first ones."""
+    return (2 * first + second) / 3
 
 
 class Judge:
@@ -158,10 +164,12 @@ def main() -> None:
     parser.add_argument("--mixture", type=Path, required=True, help="a folder that bench.make_real_mixture wrote")
     parser.add_argument("--llama-bin", type=Path, help="where libggml-base.so lies; moedge alone without")
     parser.add_argument("--windows", type=int, default=4, help=f"of {WINDOW} tokens")
-    parser.add_argument("--formats", nargs="+", default=["int4", "int3", "vq2"], help="moedge's")
+    parser.add_argument(
+        "--formats", nargs="+", default=["int4", "int3", "vq2"], help="moedge's, int3+int4 for second matrices in int4"
+    )
     parser.add_argument("--types", nargs="+", default=["Q3_K", "Q3_K+Q4_K", "IQ3_S", "IQ2_S"], help="llama.cpp's")
     options = parser.parse_args()
-    subjects = [of_moedge(name) for name in options.formats]
+    subjects = [of_moedge(*name.split("+")) for name in options.formats]
     if options.llama_bin:
         ggml = Ggml(options.llama_bin)
         subjects += [ggml.subject(*name.split("+")) for name in options.types]
