@@ -110,8 +110,8 @@ def suggestions(request: PlanRequest, result: PlanResult) -> list[Suggestion]:
 
 # By the format of experts.
 _LOSSES = {
-    "int3": "it loses four to six times what int4 loses",
-    "vq2": "it loses nine times what int4 loses, and is useless without prepare --calibrate",
+    "int3": "it loses three to six times what int4 loses, least after prepare --calibrate",
+    "vq2": "it loses eight times what int4 loses, and is useless without prepare --calibrate",
 }
 
 

@@ -4,13 +4,13 @@
     python -m bench.low_bits --mixture models/cut --llama-bin LLAMA_BIN
 
 Matrices of routed experts alone are replaced, in transformers in float32, by what moedge's formats and llama.cpp's
-(`ggml_quantize_chunk`) make of them. Errors of all are weighed by the mean squares of each expert's inputs in a text
-that is not scored: `moedge prepare --calibrate`, and an importance matrix of an expert's own for llama.cpp. Where rows
-are no multiple of 256 long, llama.cpp's blocks cross them, as if an expert were one row: llama-quantize takes larger
-types there, which is why it is not asked. LLAMA_BIN has libggml-base.so.
+(`ggml_quantize_chunk`) make of them. All are calibrated by a text that is not scored: moedge's as by `moedge prepare
+--calibrate`, llama.cpp's by an importance matrix, the mean squares of what reaches a layer's experts and the second
+matrix of each. Where rows are no multiple of 256 long, llama.cpp's blocks cross them, as if an expert were one row:
+llama-quantize takes larger types there, which is why it is not asked. LLAMA_BIN has libggml-base.so.
 
-Prints bits a weight, the error of experts' first matrices (relative L2), perplexity, its rise over unreplaced experts,
-and the divergence from these (KL, nats a token).
+Prints bits a weight, the error of what experts' first matrices make of that text (relative L2), perplexity, its rise
+over unreplaced experts, and the divergence from these (KL, nats a token).
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from bench.real_quality import CUT, calibration_text, chosen, head, line, perplexity
-from moedge.quant.formats.format import get_format
+from moedge.quant.error_feedback import ErrorFeedback
+from moedge.quant.formats.format import EXPERT_FORMATS, get_format
 from moedge.quant.tensor import pack_into
 from moedge.runtime.loading.prepare import calibrate
 from moedge.runtime.settings.settings import Budgets
@@ -39,9 +40,18 @@ from support.real.definition import Stock
 from support.real.tables import loss
 from support.real.text import WINDOW, windows
 
-# What replaces a matrix [N, K] in float32, whose columns matter as float32 [K] says.
-Replace = Callable[[Tensor, Tensor], Tensor]
 BLOCK = 256
+
+
+class Inputs(NamedTuple):
+    """What a text says of a matrix's inputs: mean squares, float32 [K]; of first matrices what errors move, too."""
+
+    squares: Tensor
+    feedback: ErrorFeedback | None = None
+
+
+# What replaces a matrix [N, K] in float32.
+Replace = Callable[[Tensor, Inputs], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +85,7 @@ class Ggml:
         one, other = (partial(self._replace, kind=kind) for kind in kinds)
         return Subject(f"llama.cpp {title}", mean_bits(*bits), one, other)
 
-    def _replace(self, weight: Tensor, columns: Tensor, kind: Any) -> Tensor:
+    def _replace(self, weight: Tensor, inputs: Inputs, kind: Any) -> Tensor:
         from gguf import GGML_QUANT_SIZES, dequantize
 
         count, nbytes = GGML_QUANT_SIZES[kind]
@@ -84,7 +94,7 @@ class Ggml:
         # Blocks that begin in the same column have the same columns.
         phases = math.lcm(BLOCK, width) // BLOCK
         for phase in range(phases):
-            importance = columns.numpy()[(phase * BLOCK + np.arange(BLOCK)) % width].copy()
+            importance = inputs.squares.numpy()[(phase * BLOCK + np.arange(BLOCK)) % width].copy()
             rows = blocks[phase::phases].copy()
             codes = np.empty((len(rows), BLOCK // count * nbytes), dtype=np.uint8)
             written = self._library.ggml_quantize_chunk(
@@ -99,10 +109,13 @@ class Ggml:
 def of_moedge(first: str, second: str = "") -> Subject:
     """A format of moedge, or one for second matrices, too; packed from bfloat16, the dtype of the checkpoint."""
 
-    def replace(weight: Tensor, columns: Tensor, name: str) -> Tensor:
+    def replace(weight: Tensor, inputs: Inputs, name: str) -> Tensor:
         layout = get_format(name).layout((weight.shape[0], weight.shape[1]), "bfloat16")
         buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
-        packed = pack_into(weight.bfloat16(), layout, buffer, importance=columns)
+        rounded, importance = weight.bfloat16(), inputs.squares
+        if inputs.feedback is not None and name in EXPERT_FORMATS:
+            rounded, importance = inputs.feedback.moved(rounded, layout), inputs.feedback.importance
+        packed = pack_into(rounded, layout, buffer, importance=importance)
         return packed.dequantize(torch.empty(layout.shape))
 
     names = first, second or first
@@ -132,18 +145,22 @@ class Judge:
         return perplexity(map(chosen, self._exact, self._ids))
 
     def ask(self, subject: Subject) -> tuple[float, float, float]:
-        """The relative error of first matrices, the perplexity, and the mean divergence from unreplaced experts."""
+        """The relative error of what first matrices make of the text, the perplexity, and the mean divergence from
+        unreplaced experts."""
         squares = torch.zeros(2, dtype=torch.float64)
         before = {}
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:
             for layer, first, parameter in self._experts():
                 before[parameter] = parameter.data
                 replace = subject.first if first else subject.second
-                columns = [self._importance.of(layer, expert)[0 if first else 1] for expert in range(len(parameter))]
-                parameter.data = torch.stack(list(threads.map(replace, parameter.data, columns)))
+                moments, down = self._importance.layers[layer]
+                of_all = Inputs(moments.diagonal().contiguous(), ErrorFeedback.of(moments))
+                inputs = [of_all if first else Inputs(each) for each in down]
+                parameter.data = torch.stack(list(threads.map(replace, parameter.data, inputs)))
                 if first:
                     old = before[parameter].double()
-                    squares += torch.stack([(parameter.data - old).square().sum(), old.square().sum()])
+                    error = parameter.data - old
+                    squares += torch.stack([_in_outputs(error, moments), _in_outputs(old, moments)])
         predicted = [self._definition.predict(each).float() for each in self._ids]
         for parameter, data in before.items():
             parameter.data = data
@@ -157,6 +174,11 @@ class Judge:
             for name, parameter in module.named_parameters():
                 if "experts" in name:
                     yield layer, "down" not in name, parameter
+
+
+def _in_outputs(weights: Tensor, moments: Tensor) -> Tensor:
+    """The sum of the mean squares of what matrices [E, N, K] make of inputs with these mean products."""
+    return ((weights @ moments.double()) * weights).sum()
 
 
 def main() -> None:

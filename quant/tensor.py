@@ -6,7 +6,8 @@ between which threads wait for Python's lock; the library of CPU kernels packs t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from ctypes import POINTER, byref
 from dataclasses import dataclass, field
 from functools import cache
@@ -228,16 +229,28 @@ class PackedTensor:
 ForEach = Callable[[Iterable[slice], Callable[[slice], None]], None]
 
 
-def _in_turn(slices: Iterable[slice], work: Callable[[slice], None]) -> None:
+def in_turn(slices: Iterable[slice], work: Callable[[slice], None]) -> None:
+    """The ForEach of one thread."""
     for rows in slices:
         work(rows)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """While entered, torch computes what this thread asks of it by itself."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def pack_into(
     weight: Tensor,
     layout: Layout,
     buffer: Tensor,
-    for_each: ForEach = _in_turn,
+    for_each: ForEach = in_turn,
     importance: Tensor | None = None,
 ) -> PackedTensor:
     """Packs `weight` [N, K] into `buffer` and binds it. Bytes between planes become 0, so that checksums are equal.
@@ -258,12 +271,8 @@ def pack_into(
     columns = importance if layout.format in EXPERT_FORMATS else None
 
     def pack_rows(rows: slice) -> None:
-        num_threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
+        with one_thread():
             finite = pack_part(weight[rows], layout, packed.rows(rows), columns)
-        finally:
-            torch.set_num_threads(num_threads)
         if not finite:
             raise _not_finite(weight)
 

@@ -271,6 +271,36 @@ struct Int3 {
         return min(max(rounded, set1(-4.0f)), set1(3.0f));
     }
 
+    // Of the codes of a scale: their weighted products with the numbers, and their weighted squares.
+    struct Sums {
+        float product, whole;
+
+        Sums(const vf (&numbers)[PARTS], const vf (&weights)[PARTS], float step) {
+            vf products[PARTS], squares[PARTS];
+            for (int i = 0; i < PARTS; i++) {
+                const vf code = steps(numbers[i], set1(step)), weighted = mul(weights[i], code);
+                products[i] = mul(weighted, numbers[i]);
+                squares[i] = mul(weighted, code);
+            }
+            product = sum_of(products);
+            whole = sum_of(squares);
+        }
+    };
+
+    // The scale, in numbers, that loses least of those that are fitted to the codes of some first ones.
+    static float best_step(const vf (&numbers)[PARTS], const vf (&weights)[PARTS]) {
+        static constexpr float STARTS[] = {0.15f, 0.17f, 0.19f, 0.21f, 0.23f, 0.25f, 0.275f, 0.3f};
+        float most = 0, step = -0.25f;
+        for (float start : STARTS)
+            for (int sign = -1; sign < 2; sign += 2) {
+                const Sums found(numbers, weights, start * sign);
+                const float gained = found.product * found.product / found.whole;
+                if (gained > most) most = gained, step = found.product / found.whole;
+            }
+        const Sums found(numbers, weights, step);
+        return found.whole > 0 ? found.product / found.whole : step;
+    }
+
     bool pack(const uint16_t* x, uint8_t* codes, Scale* to, const Given& given) const {
         float high, low;
         if (!extremes<GROUP>(x, high, low)) return false;
@@ -284,17 +314,7 @@ struct Int3 {
         for (int i = 0; i < PARTS; i++) weights[i] = add(weights[i], mean);
         if (given.importance)
             for (int i = 0; i < PARTS; i++) weights[i] = mul(SIMD(sqrt_ps)(weights[i]), load(given.importance + i * W));
-        float step = -0.25f;
-        for (int fit = 0; fit < 2; fit++) {
-            vf found[PARTS];
-            for (int i = 0; i < PARTS; i++) {
-                const vf code = steps(numbers[i], set1(step)), weighted = mul(weights[i], code);
-                found[i] = mul(weighted, numbers[i]);
-                squares[i] = mul(weighted, code);
-            }
-            const float whole = sum_of(squares);
-            if (whole > 0) step = sum_of(found) / whole;
-        }
+        const float step = best_step(numbers, weights);
         const float most = bf16_to_float(LARGEST) / 4, scale = step * unit;
         *to = float_to_bf16(scale > most ? most : scale < -most ? -most : scale);
         const vf stored = set1(bf16_to_float(*to));

@@ -6,7 +6,7 @@ import gc
 import shutil
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, closing, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -34,7 +34,7 @@ from ..shape.shards import lies_unpacked, model_shards, open_formats, weights_nb
 from ..source.model_source import ModelSource, model_fingerprint, recipe
 from ..source.stored_model import carried_files, write_resident
 from ..text.tokenizer import Tokenizer
-from ..weights.importance import WINDOW, Importance
+from ..weights.importance import WINDOW, Importance, moments_nbytes
 from ..weights.importance import keep as keep_importance
 from ..weights.importance import measure as measure_importance
 from ..weights.key_offsets import FILE, MAX_TOKENS, fixed_token_ids, keep, measure
@@ -112,7 +112,8 @@ def prepare(
     disk_budget(target, weights_nbytes(source.shape, quant, dtype), budget.disk_nbytes)
     digest = importance.digest if importance else ""
     made_of = _recipe(source, quant, dtype, device_type, calibration=digest)
-    written = _copy(target, source, _Making(source, made_of, budget.host_nbytes, importance), repair)
+    host_nbytes = budget.host_nbytes - (importance.nbytes if importance else 0)
+    written = _copy(target, source, _Making(source, made_of, host_nbytes, importance), repair)
     release_memory()
     if importance is not None:
         keep_importance(target, importance)
@@ -283,7 +284,9 @@ def calibrate(source: ModelSource, text: str, dtype: str, budgets: Budgets) -> I
     settings = Settings(
         dtype=dtype, quant="none", kv=dtype, tokens_per_pass=WINDOW, max_sequences=1, deterministic=True
     )
-    plan = checked(source.shape, make_plan(source.shape, settings, budgets.on_cpu(), Workload(1, WINDOW)))
+    budget = budgets.on_cpu()
+    room = replace(budget, host_nbytes=budget.host_nbytes - moments_nbytes(source.shape))
+    plan = checked(source.shape, make_plan(source.shape, settings, room, Workload(1, WINDOW)))
     store = store_for(source, plan, budgets)
     with Tokenizer.load(source.folder) as tokenizer:
         token_ids = tokenizer.encode(text)

@@ -1,7 +1,9 @@
-"""How much columns of experts' matrices matter: mean squares of what reaches them in a calibration text.
+"""How much columns of experts' matrices matter: second moments of what reaches them in a calibration text.
 
-Formats of few bits weigh the errors of a matrix by them, as llama.cpp's importance matrices do. They are measured by
-passes in the checkpoint's own precision, in which every expert's inputs are looked at, and kept with the store.
+Formats of few bits weigh the errors of second matrices by mean squares, as llama.cpp's importance matrices do, and in
+first ones later columns make errors good (quant/error_feedback.py), for which a layer has one matrix of moments: those
+of all its experts would be larger than they are. They are measured by passes in the checkpoint's own precision, in
+which every expert's inputs are looked at; mean squares are kept with the store.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ from safetensors.torch import save
 
 from ...moe.expert import ExpertBody, ExpertGroups, ExpertSource, ResidentExpert
 from ...offload.atomic_file import write_atomically
+from ...quant.error_feedback import ErrorFeedback, feedback_nbytes
 from ...quant.matmul.matmul import Matmul, Workspace
 from ..model.experts_seam import PackedExperts
 from ..model.runner import ModelRunner
+from ..shape.model_shape import ModelShape
 from .key_offsets import measure as pass_over
 
 FILE = "note-importance.safetensors"
@@ -31,15 +35,29 @@ PRIOR = 8
 
 @dataclass(frozen=True, slots=True)
 class Importance:
-    """By layer, of experts' first matrices [E, D] and second ones [E, I]: float32, above 0. `digest` identifies the
-    text."""
+    """By layer, mean products of what reaches its experts [D, D], and mean squares of what reaches the second matrix of
+    each [E, I], above 0; float32. `digest` identifies the text."""
 
     digest: str
     layers: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
 
-    def of(self, layer: int, expert: int) -> list[torch.Tensor]:
-        """Those of the columns of one expert's matrices; none where they were not measured."""
-        return [each[expert] for each in self.layers.get(layer, ())]
+    @property
+    def nbytes(self) -> int:
+        """Those of the largest layer's feedback included, while it is made."""
+        sizes = [(len(moments), moments.nbytes + down.nbytes) for moments, down in self.layers.values()]
+        return sum(nbytes for _, nbytes in sizes) + max((feedback_nbytes(size) for size, _ in sizes), default=0)
+
+    def of(self, layer: int) -> Iterator[tuple[ErrorFeedback, torch.Tensor]]:
+        """Those of the columns of each expert's matrices; none where they were not measured."""
+        if layer in self.layers:
+            moments, down = self.layers[layer]
+            feedback = ErrorFeedback.of(moments)
+            yield from ((feedback, each) for each in down)
+
+
+def moments_nbytes(shape: ModelShape) -> int:
+    """What is added up for the first matrices of a model's experts."""
+    return sum(4 * layer.experts.up.cols**2 for layer in shape.layers if layer.experts)
 
 
 def digest_of(text: str) -> str:
@@ -49,13 +67,15 @@ def digest_of(text: str) -> str:
 
 @dataclass(slots=True)
 class _Observed:
-    """An `ExpertSource` that adds up the squares of what reaches the matrices of its experts."""
+    """An `ExpertSource` that adds up products of what reaches its experts, and squares of what reaches their second
+    matrices."""
 
     source: ExpertSource
     body: ExpertBody
     compute: Matmul
+    num_tokens: int = 0
     counts: torch.Tensor = field(init=False)
-    sums: list[torch.Tensor] = field(default_factory=list)
+    sums: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __post_init__(self) -> None:
         self.counts = torch.zeros(self.num_experts, 1, dtype=torch.float64)
@@ -72,22 +92,29 @@ class _Observed:
             for one in residents:
                 begin, count = groups.offsets[one.expert_id], groups.counts[one.expert_id]
                 inputs = hidden[groups.token_ids[begin : begin + count]]
-                self._add(one.expert_id, inputs, self.body.activated(inputs, one.weights, self.compute))
+                self._add(one.expert_id, self.body.activated(inputs, one.weights, self.compute), hidden.shape[1])
             yield residents
+        if self.sums is not None:
+            inputs = hidden[: len(groups.expert_ids)].float()
+            self.num_tokens += len(inputs)
+            self.sums[0].addmm_(inputs.T, inputs)
 
-    def _add(self, expert: int, *inputs: torch.Tensor) -> None:
-        """`inputs` [n, D] and [n, I] are rows of the expert's first and second matrix."""
-        self.sums = self.sums or [torch.zeros(self.num_experts, each.shape[1], dtype=torch.float64) for each in inputs]
-        self.counts[expert] += len(inputs[0])
-        for total, each in zip(self.sums, inputs, strict=True):
-            total[expert] += each.double().square().sum(0)
+    def _add(self, expert: int, inner: torch.Tensor, width: int) -> None:
+        """`inner` [n, I] are rows of the expert's second matrix; its first one has `width` columns."""
+        if self.sums is None:
+            inners = torch.zeros(self.num_experts, inner.shape[1], dtype=torch.float64)
+            self.sums = torch.zeros(width, width), inners
+        self.counts[expert] += len(inner)
+        self.sums[1][expert] += inner.double().square().sum(0)
 
     def means(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Of both matrices; None where no token came."""
-        if not self.sums:
+        """Mean products and mean squares; None where no token came."""
+        if self.sums is None:
             return None
-        up, down = ((total + PRIOR * total.sum(0) / self.counts.sum()) / (self.counts + PRIOR) for total in self.sums)
-        return _positive(up), _positive(down)
+        products, inners = self.sums
+        down = (inners + PRIOR * inners.sum(0) / self.counts.sum()) / (self.counts + PRIOR)
+        with torch.inference_mode():
+            return products.div_(self.num_tokens), _positive(down)
 
 
 def _positive(means: torch.Tensor) -> torch.Tensor:
@@ -118,10 +145,10 @@ def measure(model: ModelRunner, workspace: Workspace, text: str, token_ids: Item
 
 
 def keep(store: Path, importance: Importance) -> None:
-    """Writes them into a store's folder."""
+    """Writes mean squares into a store's folder."""
     tensors = {
         f"layers.{index}.{name}": each.contiguous()
-        for index, pair in importance.layers.items()
-        for name, each in zip(("up", "down"), pair, strict=True)
+        for index, (moments, down) in importance.layers.items()
+        for name, each in (("up", moments.diagonal()), ("down", down))
     }
     write_atomically(store / FILE, save(tensors, {"text": importance.digest}))

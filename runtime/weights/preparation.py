@@ -19,6 +19,7 @@ from ...offload.errors import BadCheckpoint
 from ...offload.store.manifest import HEAD_FILE, LinkedShard, LinkedTensor, layer_file
 from ...offload.store.writer import NewShardFile, StoreWriter
 from ...offload.stream.stream import HEAD, ShardKey
+from ...quant.error_feedback import ErrorFeedback
 from ...quant.formats.format import CALIBRATED, FormatError, Layout, row_chunks
 from ...quant.matmul.matmul import ParallelMatmul
 from ...quant.scratch import wide_columns
@@ -317,7 +318,7 @@ def pack_shard(
     shard: torch.Tensor,
     compute: ParallelMatmul,
     packed: Added | None = None,
-    importance: Sequence[torch.Tensor] = (),
+    importance: Sequence[ErrorFeedback | torch.Tensor] = (),
 ) -> None:
     """Fills `shard`, uint8 [layout.nbytes], with `weights` in the layout's order, each [N, K], on `compute`'s threads.
 
@@ -342,12 +343,15 @@ def _pack(
     weight: torch.Tensor,
     buffer: torch.Tensor,
     compute: ParallelMatmul,
-    importance: torch.Tensor | None,
+    importance: ErrorFeedback | torch.Tensor | None,
 ) -> PackedTensor:
     if matrix.kept:
         return fill(planes_of_rows(weight, matrix.layout), matrix.layout, buffer)
     # transformers keeps a few matrices in float32 where a model is loaded in float16: those of indexers.
     rounded = weight.to(torch_dtype(matrix.layout.dtype))
+    if isinstance(importance, ErrorFeedback):
+        rounded = importance.moved(rounded, matrix.layout, compute.for_each)
+        importance = importance.importance
     return pack_into(rounded, matrix.layout, buffer, compute.for_each, importance)
 
 
@@ -450,6 +454,7 @@ class Preparation:
         numel = sum(rows * cols for rows, cols in (matrix.layout.shape for matrix in layout.matrices))
         window = max(1, self._window_nbytes // (numel * self._model.dtype.itemsize))
         measure = partial(self._measure, group=EXPERTS)
+        importance = list(self._importance.of(index)) if self._importance else []
         for experts in _windows(count, window, sink.find is not None):
             if sink.find is not None and sink.find(experts, self._compute):
                 advance(layout.nbytes * len(experts))
@@ -458,7 +463,7 @@ class Preparation:
             for expert in experts:
                 weights = [up[expert - experts.start], down[expert - experts.start]]
                 with sink.expert(expert) as shard:
-                    columns = self._importance.of(index, expert) if self._importance else []
+                    columns = importance[expert] if importance else ()
                     where = f"layer {index} expert {expert}"
                     pack_shard(where, layout, weights, shard, self._compute, measure, columns)
                 advance(layout.nbytes)

@@ -38,7 +38,7 @@ def test_weights_on_the_grid_of_a_group_stay_as_they_are(sign: int) -> None:
 def test_errors_are_those_of_three_bits() -> None:
     weight = gaussian(256, 768)
     error = relative_error(weight, pack(weight, "int3"))
-    assert error == pytest.approx(0.1696, abs=1e-3)
+    assert error == pytest.approx(0.1684, abs=1e-3)
     levels = weight.float().view(-1, 32)
     step = levels.abs().amax(1, keepdim=True) / 4
     plain = (levels / step).round().clamp(-4, 3) * step

@@ -15,7 +15,7 @@ from moedge.quant.formats import mxfp4, nf4
 from moedge.quant.formats.format import NF4PACK, ROWS, TILES, FormatError, get_format
 from moedge.quant.matmul.matmul import ParallelMatmul, Workspace
 from moedge.quant.native import build, library
-from moedge.quant.tensor import CODECS, ForEach, PackedTensor, _in_turn, pack_into
+from moedge.quant.tensor import CODECS, ForEach, PackedTensor, in_turn, pack_into
 from support.native_driver import DRIVERS, SANITIZERS, build_driver, run_driver
 
 pytestmark = pytest.mark.numerics
@@ -30,7 +30,7 @@ PACKED = [
 IDS = [f"{name} {order}" for name, order, *_ in PACKED]
 
 
-def packed_bytes(weight: Tensor, name: str, order: str, for_each: ForEach = _in_turn) -> Tensor:
+def packed_bytes(weight: Tensor, name: str, order: str, for_each: ForEach = in_turn) -> Tensor:
     layout = get_format(name).in_order(order).layout((weight.shape[0], weight.shape[1]), "bfloat16")
     assert layout.order == order
     assert tensor.library_packs(weight, layout)
