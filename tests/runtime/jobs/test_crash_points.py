@@ -102,8 +102,8 @@ def test_j2_j16_killed_at_every_call_the_job_ends_with_the_same_bytes(
         assert outputs() == reference, f"after a crash at call {last}, {disk.calls[last - 1]}"
         clean(tmp_path)
     assert last > 30
-    # Every second call may pass over what is called once: how many calls come before it is a matter of time.
-    assert kinds >= {"create", "write", "fsync", "fdatasync", "mkdir", "unlink"} | ({"rename"} if step == 1 else set())
+    # Every second call may pass over what is called once or twice: how many calls come before it is a matter of time.
+    assert kinds >= {"create", "write", "fsync", "fdatasync", "mkdir"} | ({"rename", "unlink"} if step == 1 else set())
 
 
 @pytest.mark.sample("2")
