@@ -59,7 +59,7 @@ def test_packing_makes_the_codes_from_whose_errors_columns_moved() -> None:
     moments = (x.T @ x / len(x)).double()
     feedback = ErrorFeedback.of(moments.float())
     moved = feedback.moved(weight, packed(weight, "int3").layout)
-    found = packed(moved, "int3", feedback.importance).dequantize(torch.empty(128, 192)).double()
+    found = packed(moved, "int3", feedback.importance).dequantize().double()
     damped = moments + torch.eye(192) * DAMPING * moments.diagonal().mean()
     wanted = weight.double()
     for begin in range(0, 192, BLOCK):
