@@ -25,10 +25,12 @@ from ...offload.machine.speeds import (
     measure_memory,
     measure_pin_limit,
 )
-from ...offload.memory import host_available, trim
+from ...offload.memory import host_available, host_resident, trim
 from ...quant.native import library
 from ..settings.stages import stage
 
+# What measuring takes at most without a GPU, the process with its libraries included: 700 to 770 MiB on two cores.
+MEASURING_NBYTES = 896 << 20
 _LEAST_NBYTES = 64 << 20
 _BUFFER_NBYTES = 256 << 20
 _PIN_NBYTES = 4 << 30
@@ -117,15 +119,18 @@ def is_outdated(profile: Machine) -> bool:
     return profile.kernels != library.identity()
 
 
-def machine_profile(folder: Path, again: bool = False, files: Sequence[Path] = ()) -> Machine:
+def machine_profile(
+    folder: Path, again: bool = False, files: Sequence[Path] = (), budget: int | None = None
+) -> Machine:
     """The saved profile of this hardware and of the disk of `folder`, measured if there is none, or if `again`.
 
-    `files` are large ones, such as a checkpoint's, which are read if they are on that disk.
+    `files` are large ones, such as a checkpoint's, which are read if they are on that disk. `budget`, at least
+    MEASURING_NBYTES, are the bytes of host memory that this process may take; the default bounds buffers alone.
     """
-    return this_machine(folder, partial(_measure, folder, files), again)
+    return this_machine(folder, partial(_measure, folder, files, budget), again)
 
 
-def _measure(folder: Path, files: Sequence[Path], hardware: Hardware) -> Machine:
+def _measure(folder: Path, files: Sequence[Path], budget: int | None, hardware: Hardware) -> Machine:
     from ...offload.device import find_device
     from ..loading.selftest import usable_kernels, usual_needs
     from .pass_rates import (
@@ -148,7 +153,8 @@ def _measure(folder: Path, files: Sequence[Path], hardware: Hardware) -> Machine
     with stage("measuring this machine", announcement=announcement):
         bystanders, device = Bystanders(), find_device()
         gpu = None if device is None else usable_kernels(device, usual_needs(device))
-        machine = measure_machine(folder, hardware, measure_flop_s=rates, files=files)
+        most = None if budget is None else min(host_available() // 4, budget - host_resident() - _LEAST_NBYTES)
+        machine = measure_machine(folder, hardware, rates, most, files)
         # What is measured in a moment is measured in two, some seconds apart.
         loading, overheads = loading_rates(), measure_overheads()
         loading, disk = faster(loading, loading_rates()), _read_again(machine.disk, nearest_existing(folder), files)

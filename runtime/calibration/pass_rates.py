@@ -14,6 +14,7 @@ from importlib.resources import as_file, files
 from itertools import cycle
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from ...offload.device import Device
 from ...offload.errors import is_out_of_memory
 from ...offload.machine.profile import ATTENTION, TOGETHER, LoadingRates, Overheads
 from ...offload.machine.speeds import Case, best_seconds, measure_rates
+from ...offload.memory import trim
 from ...quant.formats.format import QUANT_FORMATS, get_format
 from ...quant.kernels import tuning
 from ...quant.kernels.gpu import Gpu
@@ -53,9 +55,11 @@ from ..shape.model_shape import KVGroup, ModelShape
 from ..shape.shards import model_shards
 from ..source.model_source import ModelSource, open_source
 
+T = TypeVar("T")
+
 EXPERT_ROWS = (1, 16, 64, 256)
 EXPERT_SHAPE = (1024, 2048)
-# Enough that every thread has several, and that none is still in a cache when it comes again.
+# Enough that every thread has several, and that none is still in a cache when it comes again; of float32, half as many.
 NUM_EXPERTS = 32
 WIDE_ROWS = (1, 16, 128, 1024)
 # Query heads, KV heads, head size; tokens that are looked back to; sequences side by side.
@@ -69,19 +73,28 @@ _SECONDS = 0.05
 @torch.inference_mode()
 def pass_rates() -> dict[str, dict[int, float]]:
     """FLOP/s on the CPU by operation, then by rows (of an expert, or queries of one sequence)."""
-    rates = {TOGETHER.format(name): _experts(name, torch.bfloat16) for name in QUANT_FORMATS}
+    measures: dict[str, Callable[[], dict[int, float]]] = {}
+    measures |= {TOGETHER.format(name): partial(_experts, name, torch.bfloat16) for name in QUANT_FORMATS}
     for name in integer_formats():
-        rates[TOGETHER.format(INTEGERS.format(name))] = _experts(name, torch.bfloat16, integer=True)
-    rates[WIDE] = _wide()
-    rates[TOGETHER.format(WIDE)] = _experts("none", torch.float32)
-    return rates | {ATTENTION.format(name): _attention(name) for name in KV_FORMATS}
+        measures[TOGETHER.format(INTEGERS.format(name))] = partial(_experts, name, torch.bfloat16, integer=True)
+    measures |= {WIDE: _wide, TOGETHER.format(WIDE): partial(_experts, "none", torch.float32)}
+    measures |= {ATTENTION.format(name): partial(_attention, name) for name in KV_FORMATS}
+    return {name: _apart(measure) for name, measure in measures.items()}
+
+
+def _apart(measure: Callable[[], T]) -> T:
+    """What `measure` finds. What it took is free before the next takes as much: a job that waits has a budget."""
+    found = measure()
+    trim()
+    return found
 
 
 def _experts(format_name: str, dtype: torch.dtype, integer: bool = False) -> dict[int, float]:
+    count = NUM_EXPERTS if dtype.itemsize == 2 else NUM_EXPERTS // 2
     packed = pack(torch.randn(EXPERT_SHAPE).to(dtype), format_name, kernel_order(format_name, dtype, "cpu"))
-    experts = [PackedTensor(packed.layout, tuple(p.clone() for p in packed.planes)) for _ in range(NUM_EXPERTS)]
+    experts = [PackedTensor(packed.layout, tuple(p.clone() for p in packed.planes)) for _ in range(count)]
     compute = _products(packed, integer)
-    flop = 2 * NUM_EXPERTS * EXPERT_SHAPE[0] * EXPERT_SHAPE[1]
+    flop = 2 * count * EXPERT_SHAPE[0] * EXPERT_SHAPE[1]
     rates = {}
     for rows in EXPERT_ROWS:
         x = torch.randn(rows, EXPERT_SHAPE[1]).to(dtype)
@@ -177,10 +190,9 @@ def faster(first: LoadingRates, second: LoadingRates) -> LoadingRates:
 @torch.inference_mode()
 def loading_rates() -> LoadingRates:
     """How fast bfloat16 weights are copied out of files into joined matrices, and packed by all threads."""
-    packed = {name: _packing_rate(name) for name in QUANT_FORMATS}
-    files = [torch.randn(LOADED_SHAPE).bfloat16() for _ in range(3 * LOADED_EXPERTS)]
-    nbytes = sum(matrix.nbytes for matrix in files)
-    return LoadingRates(nbytes / best_seconds(partial(_convert, files), _SECONDS), packed)
+    packed = {name: _apart(partial(_packing_rate, name)) for name in QUANT_FORMATS}
+    files = torch.empty(3 * LOADED_EXPERTS, *LOADED_SHAPE, dtype=torch.bfloat16).normal_()
+    return LoadingRates(files.nbytes / best_seconds(partial(_convert, files), _SECONDS), packed)
 
 
 def _packing_rate(format_name: str) -> float:
@@ -192,9 +204,9 @@ def _packing_rate(format_name: str) -> float:
     return weight.nbytes / best_seconds(partial(pack_into, weight, layout, buffer, compute.for_each), _SECONDS)
 
 
-def _convert(files: list[Tensor]) -> None:
+def _convert(files: Tensor) -> None:
     """Gate, up and down of every expert, read into new matrices, gate and up one below the other."""
-    up, down = (files[0].new_empty(parts * LOADED_EXPERTS, *LOADED_SHAPE) for parts in (2, 1))
+    up, down = (files.new_empty(parts * LOADED_EXPERTS, *LOADED_SHAPE) for parts in (2, 1))
     for matrix, read in zip((*up, *down), files, strict=True):
         matrix.copy_(read)
 
@@ -216,9 +228,12 @@ def weight_rates() -> dict[str, dict[int, float]]:
     ways += [(INTEGERS.format(name), name, True) for name in integer_formats()]
     rates: dict[str, dict[int, float]] = {}
     for name, format_name, integer in ways:
-        case = _case(integer, format_name)
-        rates |= measure_rates({name: case}, ROWS, 2 * SHAPE[0] * SHAPE[1], _SECONDS_EACH)
+        rates |= _apart(partial(_weight_rates, name, format_name, integer))
     return rates
+
+
+def _weight_rates(name: str, format_name: str, integer: bool) -> dict[str, dict[int, float]]:
+    return measure_rates({name: _case(integer, format_name)}, ROWS, 2 * SHAPE[0] * SHAPE[1], _SECONDS_EACH)
 
 
 def integer_formats() -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from ...offload.machine.hardware import Hardware, find_gpus, find_hardware
 from ...offload.machine.profile import Machine, load_machine, read_machine, saved_path
 from ...offload.store.stores import DiskSpace, default_root
 from ...quant.formats.format import MIXED_FORMATS
-from ..calibration.machine_profile import is_outdated, machine_profile
+from ..calibration.machine_profile import MEASURING_NBYTES, is_outdated, machine_profile
 from ..plan import planner
 from ..plan.cost_model import CostModel
 from ..plan.loading_cost import Prepared
@@ -93,11 +93,12 @@ class _Machine:
         profile = with_preset(found, preset, self.hardware, self.profile)
         return _Machine(profile.hardware, profile, elsewhere=True, preset=found)
 
-    def measured(self, budgets: Budgets, weights: Path) -> _Machine:
-        """Measures the machine, in about thirty seconds, its disk by the files in the folder `weights` too."""
+    def measured(self, root: Path, weights: Path, budget: int) -> _Machine:
+        """Measures the machine, in about thirty seconds and `budget` bytes of host memory; the disk of the folder
+        `root` by the files in the folder `weights`, too."""
         files = sorted(weights.glob("*.safetensors"))
         again = self.is_outdated or (not is_busy() and self.is_off)
-        return replace(self, profile=machine_profile(budgets.disk_dir or default_root(), again, files))
+        return replace(self, profile=machine_profile(root, again, files, budget))
 
     @property
     def is_outdated(self) -> bool:
@@ -164,7 +165,8 @@ def plan_job(
 
     Kernels of the CPU that are wrong on this model's widths are not used (loading/selftest.py). A machine without a
     profile, or with one that was measured beside other programs or with other kernels, or that three jobs on end were
-    off by two, is measured first where the job or its loading is long. Raises DoesNotFit, SettingError.
+    off by two, is measured first where the job or its loading is long and its memory is enough for that. Raises
+    DoesNotFit, SettingError.
     """
     machine, settings = _Machine.here(budgets), source.settle(settings)
     headers = Headers(source.name, source.shape, source.weights, source.recipe)
@@ -173,11 +175,11 @@ def plan_job(
         return machine.request(model.shape, settings, _with_disk(budget, budgets, settings, model), workload)
 
     result = _solve(request, headers, saved)
-    profile = machine.profile
-    if (profile is None or profile.is_provisional or machine.is_outdated or machine.is_off) and (
-        result.prediction.total_s > LONG_SECONDS or result.prediction.loading_s > LONG_LOADING_SECONDS
-    ):
-        machine = machine.measured(budgets, source.weights)
+    profile, memory, expected = machine.profile, budget.host_nbytes, result.prediction
+    is_long = expected.total_s > LONG_SECONDS or expected.loading_s > LONG_LOADING_SECONDS
+    is_known = profile and not (profile.is_provisional or machine.is_outdated or machine.is_off)
+    if is_long and not is_known and memory >= MEASURING_NBYTES:
+        machine = machine.measured(budgets.disk_dir or default_root(), source.weights, memory)
         result = _solve(request, headers, saved)
     # Imports torch, which the jobs that come here have already.
     from ..loading.selftest import checked

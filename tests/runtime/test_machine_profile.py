@@ -1,7 +1,11 @@
-"""A profile of the whole machine is measured within the memory that it may take."""
+"""A profile of the whole machine (`runtime/calibration/machine_profile.py`) is measured within the memory that it may
+take.
+"""
 
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,3 +51,35 @@ def test_what_lasts_a_moment_is_measured_in_two(tmp_path: Path, monkeypatch: pyt
 def test_looking_for_a_profile_imports_no_torch() -> None:
     code = "import sys; from moedge.runtime.calibration import machine_profile; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# A job that is long by its plan, on a machine that was never measured, by measurements as short as can be.
+JOB = """
+import sys
+from pathlib import Path
+import moedge
+from moedge.offload.machine.profile import saved_path
+from moedge.offload.machine.speeds import measure_disk
+from moedge.runtime.calibration import machine_profile, pass_rates
+from moedge.runtime.jobs import job_plan
+
+model, folder, ram = sys.argv[1:]
+machine_profile.measure_disk = lambda root: measure_disk(root, 8 << 20, 0.001, (1 << 20,), (1,))
+pass_rates._SECONDS = pass_rates._SECONDS_EACH = job_plan.LONG_SECONDS = 0.0
+rows = Path(folder, f"{ram}.jsonl")
+rows.write_text('{"prompt": "hi", "max_tokens": 2}')
+done = moedge.run_batch(model, rows, f"{rows}.out", ram=ram, progress=False)
+print(done.rows.ok, saved_path().exists())
+"""
+
+
+@pytest.mark.parametrize(("short", "measured"), [(MIB, False), (0, True)])
+def test_a_job_in_little_memory_measures_within_it(
+    short: int, measured: bool, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Or not at all: it would be refused for a peak that is not its own. The job itself says if it took more."""
+    ram = f"{(measuring.MEASURING_NBYTES - short) // MIB}MiB"
+    command = [sys.executable, "-c", JOB, str(checkpoint("llama")), str(tmp_path), ram]
+    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.stdout.split() == ["1", str(measured)], done.stderr
