@@ -39,8 +39,10 @@ if __name__ == "__main__" and json.loads(sys.argv[1])["contender"] in ("moedge",
     return_memory()
 
 
-# Of moedge's passes, the best of 512 to 8,192 on the machine of docs/dev/performance.md.
+# Of moedge's passes, the best of 512 to 8,192 on the machine of docs/dev/performance.md, where all weights are held.
 PASS_TOKENS = 4096
+# Where they stream, what a pass takes is taken from experts that could be held; jobs plan 64 to 512 tokens there.
+STREAMED_PASS_TOKENS = 256
 # The cell whose figure is tokens of prompts per second; in all others generated tokens count.
 PROMPTS = "prompts"
 # Tokens of a block of moedge's KV cache.
@@ -191,15 +193,23 @@ def planned(task: Task) -> Iterator[tuple[ModelSource, Plan, Path | None]]:
     quant, compute = formats_of(task.setting)
     budgets = Budgets(ram=task.ram, disk_dir=Path(task.scratch))
     with open_source(task.model) as source:
-        # Large passes, where there are as many prompt tokens: each expert's rows are multiplied at once.
         most = task.most
         tokens = max(most, min(PASS_TOKENS, max(load.sequences * load.prompt for load in task.cells.values())))
-        settings = Settings(dtype="auto", quant=quant, tokens_per_pass=tokens, max_sequences=most, compute=compute)
+        settings = Settings(dtype="auto", quant=quant, max_sequences=most, compute=compute)
         budget, workload = MemoryBudget(budgets.host_nbytes()), Workload(most, longest(task))
+
+        def planned_for(tokens: int) -> Plan:
+            return make_plan(source.shape, replace(settings, tokens_per_pass=tokens), budget, workload)
+
+        streamed = min(tokens, max(most, STREAMED_PASS_TOKENS))
         try:
-            plan = make_plan(source.shape, settings, budget, workload)
+            plan = planned_for(tokens)
         except DoesNotFit:
-            plan = make_plan(source.shape, replace(settings, tokens_per_pass=None), budget, workload)
+            plan = planned_for(streamed)
+        if plan.streams and PROMPTS not in task.cells:
+            # The smallest in which all sequences decode together.
+            while (plan := planned_for(streamed)).kv_sequences < most:
+                streamed *= 2
         store = store_for(source, plan, budgets)
         yield source, plan, store and store.folder
 

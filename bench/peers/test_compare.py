@@ -56,6 +56,18 @@ def test_moedge_streams(tight: tuple[Path, str], tmp_path: Path, monkeypatch: py
     assert all(one.prompt_tok_s > 0 < one.decode_tok_s for one in timings)
 
 
+def test_where_weights_stream_a_pass_takes_no_more_than_all_sequences_need(
+    tight: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contenders, "STREAMED_PASS_TOKENS", 9)
+    (model, ram), loads = tight, {"3": [3, 6, 3, 1]}
+    prompts = {contenders.PROMPTS: loads["3"]}
+    for cells, within, tokens in ((loads, "4GiB", 18), (loads, ram, 9), (prompts, ram, 18)):
+        with contenders.planned(task(model, within, loads=cells, scratch=str(tmp_path))) as (_, plan, _):
+            assert plan.streams == (within == ram)
+            assert (plan.tokens_per_pass, plan.kv_sequences) == (tokens, 3)
+
+
 def test_a_sequence_goes_on_from_random_tokens() -> None:
     logits, draws = torch.zeros(64, 50), [Draw(SequenceSampling(3), 0, 0) for _ in range(64)]
     logits[:, 7] = 1
