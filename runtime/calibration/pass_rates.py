@@ -50,7 +50,7 @@ from ..plan.presets import layer_share
 from ..plan.rates import INTEGERS, WIDE
 from ..sampling.params import SequenceSampling
 from ..settings.errors import DoesNotFit
-from ..settings.settings import Budgets, MemoryBudget, Settings
+from ..settings.settings import MemoryBudget, Settings
 from ..shape.model_shape import KVGroup, ModelShape
 from ..shape.shards import model_shards
 from ..source.model_source import ModelSource, open_source
@@ -301,7 +301,7 @@ def measure_overheads() -> Overheads:
         timed = list(timed_passes(source, plan, None))
         with TemporaryDirectory(prefix="moedge-overheads-") as folder:
             store = Path(folder, "store")
-            prepare(source, store, plan.quant, plan.dtype, Budgets().on_cpu())
+            prepare(source, store, plan.quant, plan.dtype, plan.budget)
             timed += timed_passes(source, streaming(source.shape, plan), store)
     return solve_overheads(source.shape, timed)
 
