@@ -17,11 +17,11 @@ from .energy import energy_lines, energy_of
 from .formatting import count, duration, escape_controls, fit, formats_line, kernel_lines, speed
 from .offload.budget import gib
 from .runtime.jobs.job_plan import equal_rows, measured_job, plan_request, refuse_unknown_machine, with_head
-from .runtime.jobs.request import EQUAL_ROWS, budgets_of, input_format_of, row_defaults_of, settings_of
+from .runtime.jobs.request import budgets_of, input_format_of, row_defaults_of, settings_of
 from .runtime.plan.kernels import Kernels
 from .runtime.plan.planner import PlanRequest, PlanResult, solve
 from .runtime.settings.errors import DoesNotFit, counted
-from .runtime.settings.option import check, with_options
+from .runtime.settings.option import check, options_of, with_options
 from .runtime.settings.options import PlanOptions
 from .runtime.source.model_source import Headers, read_headers
 from .what_if import by_budget, by_sequences, document, nearest, refusal, suggestions
@@ -83,7 +83,7 @@ class PlanReport:
 def plan(model: str | Path, input_file: str | Path | None = None, **options: Unpack[PlanOptions]) -> PlanReport:
     """What `moedge plan` says of a model and a job; reads headers only, and loads no torch but to count tokens.
 
-    The rows of `input_file` are measured; without it the job is `rows` of `prompt_tokens` and `output_tokens` each
+    The rows of `input_file` are measured; without it the job is `rows` of `prompt_tokens` and `max_tokens` each
     (1,000 of 512 and 256). Budgets are bytes or texts such as "7GiB" (`PlanOptions`). A job that does not fit is a
     report too. Raises BadArgument, ModelNotFound, UnsupportedModel, SettingError, BadSize.
     """
@@ -104,13 +104,15 @@ def make_report(model: str, input_file: Path | None, options: Mapping[str, Any])
         size.refuse_if_none_runs(found)
         notes = tuple(_left_out(found, size))
     if size is None:
-        workload = equal_rows(**{name: options.get(name, default) for name, default in EQUAL_ROWS.items()})
+        workload = equal_rows(
+            *(options.get(key, options_of(PlanOptions)[key].default) for key in ("rows", "prompt_tokens", "max_tokens"))
+        )
     else:
         workload = size.shape()
     if size is None and workload.longest > headers.shape.context:
         notes = (
             f"rows of {workload.longest:,} tokens, prompt and answer, are longer than the model's context of "
-            f"{headers.shape.context:,}: a job would answer none (--prompt-tokens, --output-tokens)",
+            f"{headers.shape.context:,}: a job would answer none (--prompt-tokens, --max-tokens)",
         )
 
     def requested(each: Headers) -> PlanRequest:

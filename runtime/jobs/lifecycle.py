@@ -38,7 +38,7 @@ from ..source.model_source import ModelSource, open_source
 from ..text.tokenizer import Tokenizer
 from ..weights.key_offsets import MAX_TOKENS, TEXT, KeyOffsets
 from .job_plan import plan_job
-from .request import EQUAL_ROWS, budgets_of, settings_of, stream_of
+from .request import LLM_DEFAULTS, budgets_of, settings_of, stream_of
 
 
 def plan_model(
@@ -300,7 +300,7 @@ def workload_of(options: Mapping[str, Any], longest: int) -> Workload:
 
     The shortest is of the usual length: where memory is too small for the longest, the cache is as large as it can be.
     """
-    wanted = {**EQUAL_ROWS, **options}
+    wanted = {**LLM_DEFAULTS, **options}
     output = min(wanted["output_tokens"], max(1, longest // 2))
     prompt = min(wanted["prompt_tokens"], max(1, longest - output))
     return Workload(rows := wanted["rows"], longest, min(longest, prompt + output), rows * prompt, rows * output)

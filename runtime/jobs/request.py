@@ -27,7 +27,7 @@ from ..rows.tables import InputFormat, input_format
 from ..sampling.model_defaults import unset_names
 from ..settings.errors import BadArgument, JobMismatch, SettingError
 from ..settings.option import options_of
-from ..settings.options import SAME, BatchOptions, Size, WorkloadOptions
+from ..settings.options import SAME, BatchOptions, LLMOptions, Size
 from ..settings.settings import Budgets, Settings
 from ..shape.shards import as_found
 from ..source.model_source import ModelSource, model_fingerprint
@@ -333,8 +333,7 @@ def settle_offsets(
 
 
 _DEFAULTS = {name: option.default for name, option in options_of(BatchOptions).items()}
-# What is planned for where no rows are known, as by `moedge plan`.
-EQUAL_ROWS = {name: option.default for name, option in options_of(WorkloadOptions).items()}
+LLM_DEFAULTS = {name: option.default for name, option in options_of(LLMOptions).items()}
 
 
 def weight_format(quant: str, options: Mapping[str, Any]) -> str:

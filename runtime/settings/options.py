@@ -481,13 +481,13 @@ class WorkloadOptions(TypedDict, total=False):
 
     rows: Annotated[int, Option("Number of rows, without INPUT.", 1000, low=1, common=True)]
     prompt_tokens: Annotated[int, Option("Tokens per prompt, without INPUT.", 512, low=1, common=True)]
-    output_tokens: Annotated[int, Option("Tokens per answer, without INPUT.", 256, low=1, common=True)]
 
 
 class LLMOptions(EngineOptions, StreamingOptions, WorkloadOptions, SeedOptions, total=False):
     """The options of an `LLM`. Its plan is made once, for `rows` prompts of `prompt_tokens` and `output_tokens`; any
     other number works, too."""
 
+    output_tokens: Annotated[int, Option("Tokens per answer.", 256, low=1)]
     max_model_len: Annotated[
         int | None, Option("Tokens of the longest sequence, prompt and answer; 4096 if the context allows.", low=2)
     ]

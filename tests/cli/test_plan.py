@@ -55,7 +55,7 @@ def test_energy_and_its_price_follow_from_the_job_and_its_time(
     checkpoint: Callable[[str], Path], planned: Callable[..., dict[str, Any]]
 ) -> None:
     given = ("--watts", 200, "--price", "0.30/kWh", "--hosted", "0.10,0.40", "--rows", 3000, "--prompt-tokens", 20)
-    found = planned(checkpoint("qwen3_moe"), *given, "--output-tokens", 10)
+    found = planned(checkpoint("qwen3_moe"), *given, "--max-tokens", 10)
     schema = json.loads((Path(__file__).parents[2] / "docs" / "schemas" / "plan-4.json").read_text())
     jsonschema.validate(found, schema)
     energy, predicted = found["energy"], found["prediction"]
@@ -115,7 +115,7 @@ def test_the_rows_of_a_file_are_measured(
     job = planned(checkpoint("llama"), rows)["job"]
     assert (job["sequences"], job["generated_tokens"]) == (3, 15)
     assert job["longest"] > job["shortest"] > 5
-    job = planned(checkpoint("llama"), "--rows", 7, "--prompt-tokens", 11, "--output-tokens", 2)["job"]
+    job = planned(checkpoint("llama"), "--rows", 7, "--prompt-tokens", 11, "--max-tokens", 2)["job"]
     assert (job["sequences"], job["prompt_tokens"], job["generated_tokens"], job["longest"]) == (7, 77, 14, 13)
 
 
