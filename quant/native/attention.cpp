@@ -137,7 +137,7 @@ void locate(const Work &w, const moedge_vectors &v, int64_t begin, Visible seen,
              });
 }
 
-void score(const Work &w, int64_t begin, Visible seen, int from, int to, [[maybe_unused]] Ahead &ahead) {
+void score(const Work &w, int64_t begin, Visible seen, int from, int to, Ahead &ahead) {
     const moedge_attention &a = w.a;
     const uint8_t *packed = w.queries;
     [[maybe_unused]] const float *numbers = w.factors;
@@ -152,14 +152,14 @@ void score(const Work &w, int64_t begin, Visible seen, int from, int to, [[maybe
             if (packs(a, v)) score_packed(w, part, from, to, packed, numbers, ahead);
         else
 #endif
-            for (int t = from; t < to; t += TILE) score_float(w, part, t, (const float *)packed, part > 0);
+            score_float(w, part, from, to, (const float *)packed, part > 0, ahead);
         packed += padded_queries(w.num) * padded_width(v) * 4;
         numbers += padded_queries(w.num) * numbers_of(v);
     }
 }
 
 // Adds up the weighted values of a split: for every query [Q] its sums [width], their exponent and the sum of weights.
-void weigh(const Work &w, int64_t split, int from, int to, [[maybe_unused]] Ahead &ahead, float *out) {
+void weigh(const Work &w, int64_t split, int from, int to, Ahead &ahead, float *out) {
     const moedge_attention &a = w.a;
     const moedge_vectors &v = a.values;
     const int groups = groups_of(v) == 2 ? 2 : 1, part = v.width / groups;
@@ -192,7 +192,7 @@ void weigh(const Work &w, int64_t split, int from, int to, [[maybe_unused]] Ahea
     else if (packed) sum_bytes(w, from, to, ahead);
 #endif
 #endif
-    if (!packed) sum_float(w, from, to);
+    if (!packed) sum_float(w, from, to, ahead);
     // int4 pads each of its groups, where sums come from packed codes.
     const int64_t apart = packed ? stride / groups : part;
     for (int n = 0; n < w.num; n++)

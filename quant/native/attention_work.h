@@ -28,10 +28,10 @@ public:
 
     // Lists a line of every run, then the next of every run: a processor that reads on by itself begins early in all.
     void list() {
-#if MOEDGE_LEVEL >= 3
         int64_t before = -1;
         for (int64_t offset = 0; before < count; offset += 64) {
             before = count;
+#if MOEDGE_LEVEL >= 3
             for (int i = 0; i < runs; i += 8) {
                 const __mmask8 own = __mmask8(first_lanes(int(runs - i)));
                 const __m512i begin = _mm512_maskz_loadu_epi64(own, begins + i);
@@ -40,8 +40,13 @@ public:
                 _mm512_storeu_si512(lines + count, _mm512_maskz_compress_epi64(within, at));
                 count += __builtin_popcount(within);
             }
-        }
+#else
+            for (int i = 0; i < runs; i++) {
+                lines[count] = begins[i] + offset;
+                count += begins[i] + offset < ends[i];
+            }
 #endif
+        }
     }
 
     // Takes `share` of what is left in `times` steps of equal size: reads that are not spread evenly wait for each

@@ -156,7 +156,7 @@ def test_tiles_give_the_bits_of_registers_to_several_rows_of_a_sequence(kv_forma
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_deterministic_rows_have_the_same_bits_in_every_chunking_and_block_size(dtype: torch.dtype, name: str) -> None:
-    for kv_format in ("bf16", "int8"):
+    for kv_format in ("bf16", "int8", "int4"):
         wanted = NativeSetup((8, 2, 64), kv_format, True, name, dtype=dtype).run(200)
         for block, chunk, together in ((16, 1, True), (64, 5, False), (32, 50, False)):
             outs = NativeSetup((8, 2, 64), kv_format, True, name, block, dtype).run(chunk, together)
