@@ -9,12 +9,12 @@
 
 namespace {
 
-// Of `tiles` tiles of such a matrix, those that one item computes with so many rows: what takes some microseconds, beside
-// which taking an item is nothing, and a 16th of them at most, so that threads end together. Four rows take about as long
-// as one, for which codes have to be read.
+// Of `tiles` tiles of such a matrix, those that one item computes with so many rows: some tens of microseconds' work, since a
+// processor reads past the end of an item what then is another thread's, and waits for the start of the next; and an eighth
+// of them at most, so that threads end together. Four rows take about as long as one, for which codes have to be read.
 int64_t tiles_at_once(const Matrix& matrix, int64_t rows, int64_t tiles) {
     const int64_t codes = matrix.columns * OUTPUTS / (matrix.type == Type::INT8 ? 1 : 2);
-    const int64_t most = tiles / 16, few = 131072 / (codes * ceil_of(rows, 4));
+    const int64_t most = tiles / 8, few = (int64_t(1) << 20) / (codes * ceil_of(rows, 4));
     return few < 2 || most < 2 ? 1 : few < most ? few : most;
 }
 
@@ -125,16 +125,25 @@ struct Experts : moedge_mixture {
                 memory.put(hidden + token_ids[job.first + r] * hidden_stride + chunk * CHUNK, chunk, r);
     }
 
-    // The 32 inner numbers of all rows that two tiles of the first matrix give: a chunk of the second matrix's inputs.
-    void activate(const Job& job, int64_t chunk) const {
-        alignas(64) float gate[MOST_ROWS * OUTPUTS], up[MOST_ROWS * OUTPUTS];
+    // Chunks `begin` to `end` of the second matrix's inputs: 32 inner numbers of all rows each, of two tiles of the first
+    // matrix. Tiles of gates are multiplied one after the other where their results fit: codes are read in one piece.
+    void activate(const Job& job, int64_t begin, int64_t end) const {
+        alignas(64) float gates[MOST_ROWS * OUTPUTS], up[MOST_ROWS * OUTPUTS];
         const Memory from = job.input(scratch);
-        from.multiply(alternating ? 2 * chunk : chunk, gate);
-        from.multiply(alternating ? 2 * chunk + 1 : job.up.tiles() / 2 + chunk, up);
-        if (activation == Activation::SILU) gate_rows<Activation::SILU>(gate, up, alternating, job.rows);
-        if (activation == Activation::GELU_TANH) gate_rows<Activation::GELU_TANH>(gate, up, alternating, job.rows);
-        if (activation == Activation::CLAMPED_SWIGLU) gate_rows<Activation::CLAMPED_SWIGLU>(gate, up, alternating, job.rows);
-        job.inner(scratch).put_chunk(gate, chunk);
+        const int64_t numbers = job.rows * OUTPUTS, run = alternating ? 1 : MOST_ROWS / job.rows;
+        for (int64_t first = begin; first < end; first += run) {
+            const int64_t last = first + run < end ? first + run : end;
+            for (int64_t chunk = first; chunk < last; chunk++)
+                from.multiply(alternating ? 2 * chunk : chunk, gates + (chunk - first) * numbers);
+            for (int64_t chunk = first; chunk < last; chunk++) {
+                float* const gate = gates + (chunk - first) * numbers;
+                from.multiply(alternating ? 2 * chunk + 1 : job.up.tiles() / 2 + chunk, up);
+                if (activation == Activation::SILU) gate_rows<Activation::SILU>(gate, up, alternating, job.rows);
+                if (activation == Activation::GELU_TANH) gate_rows<Activation::GELU_TANH>(gate, up, alternating, job.rows);
+                if (activation == Activation::CLAMPED_SWIGLU) gate_rows<Activation::CLAMPED_SWIGLU>(gate, up, alternating, job.rows);
+                job.inner(scratch).put_chunk(gate, chunk);
+            }
+        }
     }
 
     void multiply(const Job& job, int64_t tile) const {
@@ -201,7 +210,7 @@ extern "C" void MOEDGE_NAMED(moedge_experts)(const moedge_mixture* mixture) {
             work.wait(gathered);
             const Job job = experts.job((item - gathered) / runs);
             const int64_t first = (item - gathered) % runs * run;
-            for (int64_t chunk = first; chunk < first + run && chunk < chunks; chunk++) experts.activate(job, chunk);
+            experts.activate(job, first, first + run < chunks ? first + run : chunks);
         } else {
             work.wait(activated);
             const Job job = experts.job((item - activated) / pieces);
