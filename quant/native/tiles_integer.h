@@ -215,6 +215,10 @@ struct IntegerInputs {
 // Rows of a block, whose sums and results fit the registers: without AVX-512, sums of integers need one for each product,
 // too. Up to so many rows codes are unpacked again for each block; of more, keeping quads is faster.
 constexpr int INTEGERS_DIRECT = MOEDGE_LEVEL >= 2 ? 6 : 2, INTEGERS_AT_ONCE = MOEDGE_LEVEL >= 2 ? 6 : 4;
+// So few rows are one block, though results are then kept in memory: a second block would unpack codes once more. Codes that
+// are made a chunk at once leave no registers for it.
+template <Type VALUES>
+constexpr int INTEGERS_ONE_BLOCK = MOEDGE_LEVEL >= 3 && !FloatCodes<VALUES>::WHOLE ? 8 : INTEGERS_DIRECT;
 constexpr int integers_most_direct(Type type) { return MOEDGE_LEVEL < 2 ? 2 : type == Type::INT4 ? 24 : 12; }
 
 // Vectors of a tile whose sums with so many rows fit the registers.
@@ -315,6 +319,9 @@ void add_integer_rows(int64_t rows, float* results, const Source& source, const 
 #if MOEDGE_LEVEL >= 2
         MOEDGE_CASE(5) MOEDGE_CASE(6)
 #endif
+#if MOEDGE_LEVEL >= 3
+        MOEDGE_CASE(7) MOEDGE_CASE(8)
+#endif
     }
 #undef MOEDGE_CASE
 }
@@ -326,7 +333,8 @@ void multiply_integers(const Matrix& matrix, int64_t tile, const IntegerInputs& 
     const int64_t chunks = matrix.columns / CHUNK;
     const Quads<VALUES> source(matrix.codes + tile * (matrix.columns / 4) * Quads<VALUES>::NBYTES);
     if (in.rows <= integers_most_direct(VALUES)) {
-        const int64_t blocks = (in.rows + INTEGERS_DIRECT - 1) / INTEGERS_DIRECT, at_once = (in.rows + blocks - 1) / blocks;
+        const int64_t blocks = in.rows <= INTEGERS_ONE_BLOCK<VALUES> ? 1 : (in.rows + INTEGERS_DIRECT - 1) / INTEGERS_DIRECT;
+        const int64_t at_once = (in.rows + blocks - 1) / blocks;
         for (int64_t first = 0; first < in.rows; first += at_once) {
             const int64_t rest = in.rows - first;
             add_integer_rows<VALUES, SCALES>(rest < at_once ? rest : at_once, results, source, matrix, tile, in, first, 0, chunks);
