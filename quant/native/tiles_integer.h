@@ -17,9 +17,19 @@ namespace {
 // Whether codes of eight bits have their sign: without VNNI, products of their absolute values are the faster ones.
 constexpr bool SIGNED = MOEDGE_LEVEL < 3;
 
+// Codes of four bits are multiplied as so many times themselves: sums that zeros are subtracted from are, and with VNNI they
+// can be from the start.
+constexpr int32_t INT4_FACTOR = MOEDGE_LEVEL >= 3 ? 16 : 1;
+
 // What has to be subtracted from codes; of E2M1 and VQ2 twice that, or from what is twice the codes.
 constexpr int32_t offset_of(Type type) {
-    return type == Type::INT8 ? (SIGNED ? 0 : 128) : type == Type::E2M1 ? 12 : type == Type::INT3 ? 4 : type == Type::VQ2 ? 15 : 8;
+    if (type == Type::INT8) return SIGNED ? 0 : 128;
+    return type == Type::E2M1 ? 12 : type == Type::INT3 ? 4 : type == Type::VQ2 ? 15 : 8 * INT4_FACTOR;
+}
+
+// Codes are multiplied as so many times their values.
+constexpr float multiple_of(Type type) {
+    return type == Type::E2M1 || type == Type::VQ2 ? 2 : type == Type::INT4 ? INT4_FACTOR : 1;
 }
 
 // Sums of products of four codes and four integers of every lane: of 32 bits with VNNI, else two of 16 bits, in which these
@@ -40,6 +50,8 @@ inline vi begun(vi total) { return FACTOR == 1 ? total : all_lanes(0); }
 // `total` and FACTOR times what was added since it was `begun`.
 template <int FACTOR>
 inline vi ended(vi total, vi sums) {
+    // GCC would take sums of more than five rows for those that they begin with, and keep them in memory.
+    asm("" : "+v"(sums));
     return FACTOR == 1 ? sums : add_lanes(total, left_by(sums, FACTOR == 2 ? 1 : 4));
 }
 #else
@@ -122,6 +134,11 @@ struct Quads {
             return;
         }
         const vi both = _mm512_permutexvar_epi16(words_of_both(), load_bytes(from));
+        if (VALUES == Type::INT4 && INT4_FACTOR == 16) {
+            out.values[0] = left_by(both, 4) & all_bytes(-16);
+            out.values[1] = both & all_bytes(-16);
+            return;
+        }
         out.values[0] = numbers(mask(both, all_bytes(15)));
         out.values[1] = numbers(high_nibbles(both));
     }
@@ -200,7 +217,7 @@ struct IntegerInputs {
         const int32_t total = int32_t(sum(to_floats(added)));
         const float scale = finite ? peak / 127 : __builtin_nanf("");
         const bool pairs = matrix.scales_type == Scales::PAIRS;
-        scales[at] = pairs ? scale / 16 : matrix.type == Type::E2M1 || matrix.type == Type::VQ2 ? scale / 2 : scale;
+        scales[at] = scale / (pairs ? 16 : multiple_of(matrix.type));
         sums[at] = scale * float(total);
         starts[at] = pairs ? -total * 65536 : -offset_of(matrix.type) * total;
     }
@@ -234,7 +251,7 @@ void add_integer_rows(float* results, const Source& source, const Matrix& matrix
     constexpr bool KEPT = COUNT <= INTEGERS_AT_ONCE;
     constexpr int KEPT_ROWS = KEPT ? COUNT : 1;
     constexpr bool PAIRS = SCALES == Scales::PAIRS;
-    constexpr int FACTOR = PAIRS ? 16 : VALUES == Type::VQ2 ? 2 : 1;
+    constexpr int FACTOR = PAIRS ? 16 / INT4_FACTOR : VALUES == Type::VQ2 ? 2 : 1;
     constexpr int AT_ONCE = summed_at_once(VALUES);
     const bool has_zeros = SCALES == ANY && matrix.zeros != nullptr;
     const int64_t chunks = matrix.group / CHUNK;
