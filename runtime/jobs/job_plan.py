@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from ...offload.machine.bystanders import is_busy
 from ...offload.machine.hardware import Hardware, find_gpus, find_hardware
 from ...offload.machine.profile import Machine, load_machine, read_machine, saved_path
+from ...offload.memory import host_resident
 from ...offload.store.stores import DiskSpace, default_root
 from ...quant.formats.format import MIXED_FORMATS
 from ..calibration.machine_profile import MEASURING_NBYTES, is_outdated, machine_profile
@@ -180,7 +181,14 @@ def plan_job(
     is_known = profile and not (profile.is_provisional or machine.is_outdated or machine.is_off)
     if is_long and not is_known and memory >= MEASURING_NBYTES:
         machine = machine.measured(budgets.disk_dir or default_root(), source.weights, memory)
-        result = _solve(request, headers, saved)
+        # Libraries that measuring has loaded stay, and experts would be held in their place.
+        alone, budget = budget, budget.beside(host_resident())
+        try:
+            result = _solve(request, headers, saved)
+        except DoesNotFit:
+            # The bounds of a plan have room for some of it.
+            budget = alone
+            result = _solve(request, headers, saved)
     # Imports torch, which the jobs that come here have already.
     from ..loading.selftest import checked
 

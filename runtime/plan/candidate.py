@@ -21,7 +21,7 @@ from ...quant.native.library import CONSTANTS
 from ...quant.scratch import fused_row_nbytes, whole_vectors
 from ..attention.choice import EXPANDED_NBYTES, GATHERED_NUMEL, PARTIALS_NBYTES, ROWS, SCORED_NUMEL
 from ..kv.spec import BLOCK_TOKENS, SCAN_TOKENS, SCANNED_TOKENS, STEP_NBYTES, KVSpec, StateSpec, state_format
-from ..settings.settings import MIB, DeviceBudget, encoder_nbytes, process_nbytes
+from ..settings.settings import MIB, MemoryBudget, encoder_nbytes, process_nbytes
 from ..shape.model_shape import ExpertsShape, LayerShape, Matrix, ModelShape
 from ..shape.shards import (
     ITEM_NBYTES,
@@ -349,29 +349,29 @@ class WeightFootprint:
     `workspace` bytes of scratch. `graphs` bytes are of a device that replays all layers, 0 where it may not.
     """
 
-    def __init__(
-        self, shape: ModelShape, quant: str, dtype: str, deterministic: bool, device_budget: DeviceBudget | None
-    ) -> None:
+    def __init__(self, shape: ModelShape, quant: str, dtype: str, deterministic: bool, budget: MemoryBudget) -> None:
         self.shape = shape
         self.quant = quant
         self.dtype = dtype
         self.deterministic = deterministic
         self.shards: ModelShards = model_shards(shape, quant, dtype)
         self.widest = Widest.of(shape)
-        self.on_device = device_budget is not None
+        device = budget.device
+        self.on_device = device is not None
         self.pads_passes = deterministic and not self.on_device
-        self.gpu = None if device_budget is None else device_budget.gpu
+        self.gpu = None if device is None else device.gpu
         self.grouped_products = self.gpu is not None and has_products(self.gpu)
         self.graphs = graphs_nbytes(shape, dtype) if may_graph(shape, self.gpu, deterministic) else 0
         self.workspace = workspace_nbytes(shape, quant, dtype, deterministic)
-        if device_budget is None:
+        if device is None:
             self.workspace += (num_workers() - 1) * helper_nbytes(shape, quant, dtype, deterministic)
-            self.process, always = process_nbytes(), resident_nbytes(shape, dtype)
+            self.process = max(process_nbytes(), budget.taken_nbytes)
+            always = resident_nbytes(shape, dtype)
             # An embedding that is no head lies in memory where all weights do; else its rows are looked up on the disk.
             self.looked_up = shape.embedding_numel * ITEM_NBYTES[dtype] if self.shards.head else 0
             self.resident = always - self.looked_up
         else:
-            self.process, self.looked_up = device_budget.context_nbytes, 0
+            self.process, self.looked_up = device.context_nbytes, 0
             self.resident = on_device_nbytes(shape, self.shards, dtype)
 
     def graphs_within(self, nbytes: int) -> int:

@@ -19,7 +19,7 @@ from ...offload.machine.profile import ATTENTION, DRAWING, HEADS, LATENTS, TOGET
 from ...quant.formats.format import CODE_BITS, get_format
 from ...quant.kernels.tuning import GROUPED_ROWS
 from ..kv.spec import KVSpec
-from ..settings.settings import DeviceBudget
+from ..settings.settings import MemoryBudget
 from ..shape.model_shape import ExpertsShape, Matrix, ModelShape
 from ..shape.shards import ITEM_NBYTES, ModelShards, model_shards
 from .candidate import GRAPH_ROWS, CacheSize, Candidate, WeightFootprint, fuses, may_fuse
@@ -463,11 +463,12 @@ class CostModel:
         )
         self.needed = cache(needed)
 
-    def weights(self, quant: str, dtype: str, deterministic: bool, granted: DeviceBudget | None) -> WeightFootprint:
-        """The model in a weight format; `granted` is the budget of the device that computes, if one does."""
-        key = (quant, dtype, deterministic, granted and (granted.context_nbytes, granted.gpu))
+    def weights(self, quant: str, dtype: str, deterministic: bool, budget: MemoryBudget) -> WeightFootprint:
+        """The model in a weight format, on the tier of a budget that computes."""
+        device = budget.device
+        key = (quant, dtype, deterministic, budget.taken_nbytes, device and (device.context_nbytes, device.gpu))
         if key not in self._weights:
-            self._weights[key] = WeightFootprint(self.shape, quant, dtype, deterministic, granted)
+            self._weights[key] = WeightFootprint(self.shape, quant, dtype, deterministic, budget)
         return self._weights[key]
 
     def query_nbytes(self, dtype: str) -> int:

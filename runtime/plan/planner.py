@@ -131,8 +131,7 @@ class SearchSpace:
 
     def weights(self, quant: str) -> WeightFootprint:
         """The model's weights in a format."""
-        settings, device = self.request.settings, self.request.budget.device
-        return self.request.costs.weights(quant, self.dtype, settings.deterministic, device)
+        return self.request.costs.weights(quant, self.dtype, self.request.settings.deterministic, self.request.budget)
 
     def candidate(
         self, quant: str, longest: int | None = None, tokens: int = 0, live: int = 1, kv: str = ""

@@ -109,18 +109,25 @@ class MemoryBudget:
     """The bytes that a run may use of every tier.
 
     `device` is None if the CPU computes. `disk_nbytes` bounds the store of weights that stream from disk; None
-    is as much as the store takes.
+    is as much as the store takes. The process has
+    `taken_nbytes` of host memory already, which counts where it is more than `process_nbytes()` expects.
     """
 
     host_nbytes: int
     device: DeviceBudget | None = None
     disk_nbytes: int | None = None
+    taken_nbytes: int = 0
 
     @property
     def memory(self) -> dict[str, int]:
         """Bytes of memory by tier, the fastest tier first."""
         device = {} if self.device is None else {"device": self.device.nbytes}
         return device | {"host": self.host_nbytes}
+
+    def beside(self, resident: int) -> MemoryBudget:
+        """The same for a process that has `resident` bytes of host memory before it loads anything."""
+        device = self.device and replace(self.device, process_nbytes=max(self.device.process_nbytes, resident))
+        return replace(self, device=device, taken_nbytes=resident)
 
     def with_tier(self, tier: str, nbytes: int) -> MemoryBudget:
         """The same with another budget of "host" or "device" memory."""

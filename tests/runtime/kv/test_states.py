@@ -56,7 +56,7 @@ def test_a_published_model_s_bytes() -> None:
 def test_sequences_are_weighed_by_their_states() -> None:
     shape = known_shape("Qwen3-Next-80B-A3B")
     nbytes = StateSpec(shape.state_groups, "bf16").nbytes
-    weights = WeightFootprint(shape, "nf4", "bf16", False, None)
+    weights = WeightFootprint(shape, "nf4", "bf16", False, MemoryBudget(0))
     specs = tuple(KVSpec(group, "bf16") for group in shape.kv_groups)
     one, many = (Candidate(weights, CacheSize(specs, 768, 2048), live) for live in (1, 32))
     assert (one.states, many.states) == (nbytes, (32 + 4) * nbytes), "one snapshot for every eight sequences"
