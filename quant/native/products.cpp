@@ -10,11 +10,11 @@
 namespace {
 
 // Of `tiles` tiles of such a matrix, those that one item computes with so many rows: some tens of microseconds' work, since a
-// processor reads past the end of an item what then is another thread's, and waits for the start of the next; and an eighth
-// of them at most, so that threads end together. Four rows take about as long as one, for which codes have to be read.
+// processor reads past the end of an item what then is another thread's, and waits for the start of the next. At most a part
+// of them, so that threads end together. Four rows take about as long as one, for which codes have to be read.
 int64_t tiles_at_once(const Matrix& matrix, int64_t rows, int64_t tiles) {
     const int64_t codes = matrix.columns * OUTPUTS / (matrix.type == Type::INT8 ? 1 : 2);
-    const int64_t most = tiles / 8, few = (int64_t(1) << 20) / (codes * ceil_of(rows, 4));
+    const int64_t most = tiles / (num_processors() < 4 ? 8 : 16), few = (int64_t(1) << 20) / (codes * ceil_of(rows, 4));
     return few < 2 || most < 2 ? 1 : few < most ? few : most;
 }
 

@@ -18,6 +18,17 @@ struct Work {
     }
 };
 
+// Processors that this process may run on: a bound of the threads that share items.
+inline int64_t num_processors() {
+    static int64_t found = 0;
+    if (__atomic_load_n(&found, __ATOMIC_RELAXED) == 0) {
+        cpu_set_t mine;
+        const int64_t count = sched_getaffinity(0, sizeof mine, &mine) == 0 ? CPU_COUNT(&mine) : 1024;
+        __atomic_store_n(&found, count, __ATOMIC_RELAXED);
+    }
+    return __atomic_load_n(&found, __ATOMIC_RELAXED);
+}
+
 inline int64_t ceil_of(int64_t number, int64_t divisor) { return (number + divisor - 1) / divisor; }
 
 }  // namespace
