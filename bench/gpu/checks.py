@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,12 +15,14 @@ import torch
 
 from bench.gpu.report import Report
 from bench.roofline import device_copy, link, pinning, products, widening
+from moedge.moe.division import ExpertSeconds
 from moedge.offload.device import find_device
 from moedge.quant.kv.format import KVFormat
 from moedge.runtime.loading.prepare import prepare
+from moedge.runtime.plan.cpu_experts import host_nbytes
 from moedge.runtime.settings.settings import Budgets
 from moedge.runtime.source.model_source import open_source
-from support.device import fake_device, tiny_engine
+from support.device import fake_device, host_kv, tiny_engine
 from support.tiny_families import save_tiny
 
 FAMILIES = (
@@ -35,6 +38,10 @@ WITH_KERNELS = (
     ("qwen3_moe", "int4+vq2", "int8"),
 )  # fmt: skip
 KERNELS = (8, 6)
+# Two thirds of the missing experts, or all, are the CPU's.
+ON_CPU = {"two thirds": ExpertSeconds(2.0, 1.0, 0.0, 0.0), "all": ExpertSeconds(1.0, 0.0, 0.0, 0.0)}
+# Blocks for so many sequences on the device, and cohorts with room for so many each.
+HOSTED = {"half": (3, 2, 2), "all but one": (1, 3, 2)}
 
 
 def run_checks(report: Report, fake: bool) -> None:
@@ -45,6 +52,15 @@ def run_checks(report: Report, fake: bool) -> None:
         report.step("checks", f"{family} {quant}", partial(_tiers, family, quant, fake))
     for family, quant, kv in WITH_KERNELS:
         report.step("checks", f"kernels, {family} {quant} {kv}", partial(_kernels, family, quant, kv, fake))
+    run_beside(report, fake)
+
+
+def run_beside(report: Report, fake: bool) -> None:
+    """What the CPU and its memory do beside a device."""
+    for family, quant in (("qwen3_moe", "int4"), ("mixtral", "none"), ("gpt_oss", "mxfp4")):
+        report.step("checks", f"experts on the CPU, {family} {quant}", partial(_experts_on_cpu, family, quant, fake))
+    for family, kv in (("qwen3_moe", "int8"), ("gpt_oss", "fp32"), ("gemma3_text", "int4"), ("deepseek_v3", "fp32")):
+        report.step("checks", f"sequences in host memory, {family} {kv}", partial(_in_host_memory, family, kv, fake))
 
 
 def _tiers(family: str, quant: str, fake: bool) -> dict[str, Any]:
@@ -80,6 +96,44 @@ def _kernels(family: str, quant: str, kv: str, fake: bool) -> dict[str, Any]:
         ran, wanted = case.run(plan, device), case.run(case.plan(None)).tokens
         _compare(f"{family} {quant} {kv}", ran, plan, wanted, device)
         return {"attention": plan.attention, "grouped_products": plan.grouped_products, "to_device": ran.to_device}
+
+
+def _experts_on_cpu(family: str, quant: str, fake: bool) -> dict[str, Any]:
+    """Half of the experts held; the CPU computes some of the others, or all: tokens as if it computed none."""
+    results: dict[str, Any] = {}
+    with tiny_case(family, quant) as (case, _):
+        wanted = case.run(case.plan(None)).tokens
+        for name, seconds in ON_CPU.items():
+            with device_for_run(fake, True, 0) as device:
+                nbytes = host_nbytes(case.source.shape, "fp32")
+                plan = case.held(device, 0.5, on_disk=False)
+                ran = case.run(replace(plan, cpu_experts=seconds, cpu_experts_nbytes=nbytes), device, stream=None)
+            if ran.tokens != wanted:
+                raise AssertionError(f"{name}: other tokens than the processor's")
+            results[name] = ran.by_host[0].experts
+            if not results[name]:
+                raise AssertionError(f"{name}: the CPU computed nothing")
+    return {"experts": results}
+
+
+def _in_host_memory(family: str, kv: str, fake: bool) -> dict[str, Any]:
+    """Half of six sequences, or all but one, in host memory; cohorts cross the link, or the CPU attends to them."""
+    results: dict[str, Any] = {}
+    with tiny_case(family, "none") as (case, _):
+        case = host_kv.many(case, kv)
+        wanted = host_kv.run(case, host_kv.hosted(case, case.plan(None), 6)).tokens
+        for (name, where), here in itertools.product(HOSTED.items(), (False, True)):
+            if here and family == "deepseek_v3":
+                continue
+            with device_for_run(fake, True, 0) as device:
+                plan = host_kv.hosted(case, case.plan(device, 0.0), *where, here=here)
+                ran = host_kv.run(case, plan, device)
+            if ran.tokens != wanted:
+                raise AssertionError(f"{name}, attended to {'there' if here else 'here'}: other tokens")
+            if not ran.written or here and not ran.attended:
+                raise AssertionError(f"{name}: nothing went to host memory")
+            results[f"{name}{', by the CPU' if here else ''}"] = f"{ran.read} B read {ran.attended} attended"
+    return {"moved": results}
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from unittest.mock import patch
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench.gpu.checks import WITH_KERNELS, _kernels, device_for_run
+from bench.gpu.checks import WITH_KERNELS, _kernels, device_for_run, run_beside
 from bench.gpu.random_model import CONFIGS, load_random, random_source
 from bench.gpu.report import Report
 from bench.gpu.throughput import SMALL, memory_of
@@ -73,12 +73,24 @@ class Asked:
     profiled: int = 1
     temperature: float = 0.0
 
+    @property
+    def title(self) -> str:
+        quant, sequences = self.settings.quant, self.settings.max_sequences
+        return f"{self.config} in {self.budget}, {quant}, {sequences} sequences"
+
 
 ASKED = (
     # Greedy rows of 110 tokens with 128 to generate: the job that an H100 ran in passes of 115 ms.
     Asked("s", "2GiB", 110, Settings(dtype="bf16", quant="none", kv="bf16", max_sequences=423), profiled=3),
     Asked("qwen3", "24GiB", 128, Settings(dtype="bf16", quant="nf4", kv="int4", max_sequences=384), temperature=1.0),
     Asked("qwen3", "12GiB", 128, Settings(dtype="bf16", quant="nf4", kv="int4", max_sequences=384), links=(1, 2, 4)),
+    # What fewer bits of experts save over a link, and what they take to decode.
+    *(
+        Asked("qwen3", "12GiB", 128, Settings(dtype="bf16", quant=quant, kv="int4", max_sequences=384))
+        for quant in ("int4", "int4+int3", "int4+vq2")
+    ),
+    # Few rows: the CPU computes experts beside the link, where that is predicted to be faster.
+    Asked("qwen3", "12GiB", 128, Settings(dtype="bf16", quant="int4", kv="int4", max_sequences=16)),
 )
 TINY = Asked("qwen3", "", 8, Settings(dtype="bf16", quant="nf4", kv="int4", tokens_per_pass=8, max_sequences=4))
 
@@ -89,7 +101,7 @@ def run_hour(report: Report, fake: bool) -> None:
         return
     report.step("hour", "machine", _machine)
     for asked in ASKED:
-        report.step("hour", f"passes, {asked.config} in {asked.budget}", partial(_passes, asked))
+        report.step("hour", f"passes, {asked.title}", partial(_passes, asked))
     report.step("hour", "attention, time", partial(_time, partial(timed_attention, torch.cuda.get_device_capability())))
     report.step("hour", "experts, time", partial(_time, timed_experts))
     for count in MULTIPROCESSORS:

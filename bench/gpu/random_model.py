@@ -18,13 +18,14 @@ from torch import nn
 from moedge.offload.checkpoint.header import TensorEntry
 from moedge.offload.device import Device
 from moedge.offload.stream.stream import DENSE, HEAD
-from moedge.quant.tensor import PackedTensor
+from moedge.quant.formats.format import Layout
+from moedge.quant.tensor import pack_into, torch_dtype
 from moedge.runtime.loading.engine_loader import LoadedEngine, Loading
 from moedge.runtime.model.definition import define
 from moedge.runtime.plan.placement import Plan
 from moedge.runtime.shape.config import ModelConfig
 from moedge.runtime.shape.read import is_router, model_shape
-from moedge.runtime.shape.shards import ModelShards, ShardLayout
+from moedge.runtime.shape.shards import ModelShards
 from moedge.runtime.source.model_source import ModelSource
 from moedge.runtime.weights.key_offsets import KeyOffsets
 from moedge.runtime.weights.memory import WeightMemory
@@ -57,9 +58,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": 128, "tie_word_embeddings": False, "eos_token_id": 200002,
     },
 }  # fmt: skip
-# How far a format's codes are from zero on average, so that products keep the scale of their inputs.
-_SPREAD = {"nf4": 0.55, "int8": 73.0}
-
 
 @contextmanager
 def random_source(name: str, **smaller: int) -> Iterator[ModelSource]:
@@ -76,7 +74,7 @@ def write_config(folder: Path, name: str, smaller: Mapping[str, int]) -> None:
 
 
 def load_random(source: ModelSource, plan: Plan, device: Device | None) -> LoadedEngine:
-    """An engine whose weights, all in memory, are random bytes of the plan's format."""
+    """An engine whose weights, all in memory, are random in the plan's format."""
     loading = Loading(source, plan, device)
     layers = loading.install_layers()
     _fill_resident(loading.model)
@@ -116,23 +114,25 @@ def _fill_resident(model: Any) -> None:
 
 
 def _fill(memory: WeightMemory, shards: ModelShards) -> None:
-    noise = torch.randint(0, 256, (64 << 20,), dtype=torch.uint8)
+    noise = torch.randn(16 << 20)
+    packed: dict[tuple[str, str, tuple[int, int]], torch.Tensor] = {}
     for key in (*memory.held, *memory.staged):
         layout = shards.head if key == HEAD else shards.layers[key.layer].expert
         layout = shards.layers[key.layer].dense if key != HEAD and key.expert == DENSE else layout
         assert layout is not None
         with memory.fill(key) as shard:
-            _fill_shard(shard, layout, noise)
+            for placed in layout.matrices:
+                matrix = placed.layout
+                known = (matrix.format, matrix.order, matrix.shape)
+                if known not in packed:
+                    packed[known] = _packed(matrix, noise)
+                shard[placed.offset : placed.end].copy_(packed[known])
 
 
-def _fill_shard(shard: torch.Tensor, layout: ShardLayout, noise: torch.Tensor) -> None:
-    for begin in range(0, len(shard), len(noise)):
-        part = shard[begin : begin + len(noise)]
-        part.copy_(noise[: len(part)])
-    for placed in layout.matrices:
-        packed = PackedTensor.bind(placed.layout, shard[placed.offset : placed.end])
-        spread = placed.layout.shape[1] ** -0.5
-        if placed.layout.format == "none":
-            packed.planes[0].normal_(0, spread)
-        else:
-            packed.planes[1].fill_(spread / _SPREAD[placed.layout.format])
+def _packed(layout: Layout, noise: torch.Tensor) -> torch.Tensor:
+    """A matrix that keeps the scale of its inputs: all of one shape are the same, at addresses of their own."""
+    count = layout.shape[0] * layout.shape[1]
+    weight = noise.repeat(-(-count // len(noise)))[:count].view(layout.shape) * layout.shape[1] ** -0.5
+    buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
+    pack_into(weight.to(torch_dtype(layout.dtype)), layout, buffer)
+    return buffer
