@@ -130,7 +130,7 @@ def _in_host_memory(family: str, kv: str, fake: bool) -> dict[str, Any]:
                 ran = host_kv.run(case, plan, device)
             if ran.tokens != wanted:
                 raise AssertionError(f"{name}, attended to {'there' if here else 'here'}: other tokens")
-            if not ran.written or here and not ran.attended:
+            if not ran.written or (here and not ran.attended):
                 raise AssertionError(f"{name}: nothing went to host memory")
             results[f"{name}{', by the CPU' if here else ''}"] = f"{ran.read} B read {ran.attended} attended"
     return {"moved": results}

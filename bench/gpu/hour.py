@@ -28,7 +28,7 @@ from unittest.mock import patch
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench.gpu.checks import WITH_KERNELS, _kernels, device_for_run, run_beside
+from bench.gpu.checks import WITH_KERNELS, _kernels, device_for_run
 from bench.gpu.random_model import CONFIGS, load_random, random_source
 from bench.gpu.report import Report
 from bench.gpu.throughput import SMALL, memory_of

@@ -59,6 +59,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+
 @contextmanager
 def random_source(name: str, **smaller: int) -> Iterator[ModelSource]:
     """A model of `CONFIGS`, with some sizes changed; its folder has a config and nothing else."""
