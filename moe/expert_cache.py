@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from ..offload.stream.stream import Arrival, ShardKey
+from ..quant.formats.format import Layout
 from .expert import ExpertGroups, ExpertWeights, OneShotEvent, ResidentExpert
 from .host_experts import HostExperts
 from .routing_stats import RoutingStats
@@ -198,11 +199,72 @@ class StreamingExpertCache:
         self._computing: deque[RingExpert] = deque()
         # Held experts that are computed now.
         self._in_use: set[ShardKey] = set()
-        self.counts = CacheCounts()
+        # What a device counts of layers that it computes whole, and which of their experts were held.
+        self._counted: dict[int, tuple[torch.Tensor, frozenset[int]]] = {}
+        self._counts = CacheCounts()
 
     def start_counting(self) -> None:
         """Passes so far do not belong to the job."""
-        self.counts, self.order.forecast.counts = CacheCounts(), ForecastCounts()
+        self.settle()
+        self._counts, self.order.forecast.counts = CacheCounts(), ForecastCounts()
+
+    def reads_all(self, layer: int, num_experts: int) -> bool:
+        """Whether a layer reads all, whatever its tokens want, and the ring has room for a quarter more, which the link
+        brings while a device computes those that have come."""
+        missing = num_experts - len(self._slots.held(layer))
+        return self.order.reads_all(layer, missing + -(-missing // 4))
+
+    def read_all(self, layer: int, num_experts: int, tokens: int, totals: torch.Tensor) -> list[ExpertWeights]:
+        """All experts of a layer that `reads_all`, for a device that computes them together: call `computed_all` behind
+        that.
+
+        The device counts tokens in `totals` int64 [2, E + 1], as `Grouped.of` does; the next pass looks at them.
+        """
+        held = frozenset(self._slots.held(layer))
+        self._clear()
+        if self.order.visit(layer, tokens):
+            self.settle()
+            self._slots.policy.begin_pass()
+        self._counted[layer] = totals, held
+        self._counts.turns[Mode.ALL] += 1
+        self.order.request_missing(layer, set(range(num_experts)))
+        self.order.request_ahead()
+        found = {expert: self._slots.weights(layer, expert) for expert in held}
+        while self.order.is_pending:
+            for key, arrival in self.order.arrivals():
+                found[key.expert] = self._slots.bind(key, arrival.view)
+                self._computing.append(RingExpert(key, arrival, None))
+        # The host has not waited for them.
+        self.order.latency.forget()
+        return [found[expert] for expert in range(num_experts)]
+
+    def computed_all(self) -> None:
+        """What the device was told so far computes all that were read."""
+        self._clear()
+        self.order.request_ahead()
+
+    def settle(self) -> None:
+        """Observes what a device has counted since the last time, for which it waits."""
+        if not self._counted:
+            return
+        counted, self._counted = self._counted, {}
+        every = [totals for totals, _ in counted.values()]
+        found = torch.stack(every).cpu().tolist()
+        torch._foreach_zero_(every)
+        for (layer, (_, held)), ((*chosen, tokens), (*_, passes)) in zip(counted.items(), found, strict=True):
+            # One that was broken off may have counted nothing.
+            if passes:
+                self._observe(layer, tokens, chosen)
+                hits, wanted = sum(chosen[each] > 0 for each in held), len(chosen) - chosen.count(0)
+                self._counts.hits += hits
+                self._counts.fetched += len(chosen) - len(held)
+                self._counts.unwanted += len(chosen) - len(held) - (wanted - hits)
+
+    @property
+    def counts(self) -> CacheCounts:
+        """Of all passes so far."""
+        self.settle()
+        return self._counts
 
     def fetch(
         self, layer: int, groups: ExpertGroups, hidden: torch.Tensor, rows: torch.Tensor
@@ -219,7 +281,7 @@ class StreamingExpertCache:
         held, apart = self.order.request_missing(layer, wanted, divide)
         if self.host and apart:
             self.host.begin(layer, groups, sorted(apart))
-        self.counts.hits += len(held)
+        self._counts.hits += len(held)
         self.order.guess_next(groups.foreseen or self.order.foresee(layer, hidden, groups.expert_ids.shape[1]))
         self.order.request_ahead()
         self._in_use = {ShardKey(layer, expert) for expert in held}
@@ -257,6 +319,7 @@ class StreamingExpertCache:
     def leave(self, layer: int) -> None:
         """Between two passes: the last layer is visited no more, and its experts are the first to be evicted."""
         self._clear()
+        self.settle()
         self._slots.policy.leave(layer)
         self.order.leave_last()
 
@@ -269,11 +332,17 @@ class StreamingExpertCache:
     def _begin(self, layer: int, groups: ExpertGroups) -> None:
         self._clear()
         if self.order.begin(layer, groups):
+            self.settle()
             self._slots.policy.begin_pass()
-        self._stats.observe(layer, len(groups.expert_ids), groups.counts)
-        self._slots.policy.observe(layer, groups.wanted)
-        self.counts.turns[self.order.mode(layer)] += 1
-        self.counts.wanted += len(groups.wanted)
+        self._observe(layer, len(groups.expert_ids), groups.counts)
+        self._counts.turns[self.order.mode(layer)] += 1
+
+    def _observe(self, layer: int, tokens: int, counts: Sequence[int]) -> None:
+        """A layer of a pass of `tokens`, of which so many chose each expert."""
+        wanted = [expert for expert, count in enumerate(counts) if count]
+        self._stats.observe(layer, tokens, counts)
+        self._slots.policy.observe(layer, wanted)
+        self._counts.wanted += len(wanted)
 
     def _hand_out(
         self, together: list[tuple[ShardKey, Arrival[torch.Tensor]]], wanted: set[int]
@@ -294,10 +363,10 @@ class StreamingExpertCache:
             oldest = self._computing.popleft()
             oldest.wait()
             wanted = oldest.resident is not None
-            self.counts.fetched += 1
-            self.counts.unwanted += not wanted
+            self._counts.fetched += 1
+            self._counts.unwanted += not wanted
             if wanted and self._slots.offer(oldest.key, oldest.arrival.view, self._may_leave):
-                self.counts.swaps += 1
+                self._counts.swaps += 1
             released.append(oldest.arrival)
         if released:
             self.order.release(released)
@@ -311,6 +380,18 @@ class StreamedExperts:
     layer: int
     num_experts: int
     cache: StreamingExpertCache
+    layouts: tuple[Layout, ...] = ()
+    """Those of an expert's matrices, of which all are in one shard."""
+
+    @property
+    def reads_all(self) -> bool:
+        return self.cache.reads_all(self.layer, self.num_experts)
+
+    def read_all(self, tokens: int, totals: torch.Tensor) -> list[ExpertWeights]:
+        return self.cache.read_all(self.layer, self.num_experts, tokens, totals)
+
+    def computed_all(self) -> None:
+        self.cache.computed_all()
 
     def foresee(self, hidden: torch.Tensor, per_token: int) -> tuple[torch.Tensor, ...]:
         if self.cache.host is not None:

@@ -71,6 +71,10 @@ class RoutingStats:
             totals.zero_()
         return self._layers
 
+    def num_experts(self, layer: int) -> int:
+        """The experts of a layer; waits for nothing."""
+        return self._layers[layer].num_experts
+
     def count_later(self, layer: int, totals: torch.Tensor) -> None:
         """A device counts a layer in `totals` int64 [2, E + 1]: the tokens, and the passes, that chose each expert, and
         all of them.

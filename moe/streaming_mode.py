@@ -78,6 +78,10 @@ class RouterLatency:
         """Everything that was requested has arrived: from now on the lane has nothing to do except guesses."""
         self._since = self._clock()
 
+    def forget(self) -> None:
+        """Whoever computes was not waited for: when the next router has chosen tells nothing."""
+        self._since = None
+
     def end(self, tokens: int, guessed: bool, first: bool = False) -> None:
         """A router has chosen. `guessed` says whether the layer before it was read with guesses."""
         bucket = (tokens.bit_length(), first)
@@ -128,7 +132,7 @@ def choose_mode(
     """
     misses = stats.expected_misses(layer, tokens, held)
     costs = {
-        Mode.ALL: stats.layers[layer].num_experts - len(held),
+        Mode.ALL: stats.num_experts(layer) - len(held),
         Mode.WANTED: misses + waits.idle,
         Mode.FORECAST: misses + waits.idle - guess_savings(*waits, precision),
     }

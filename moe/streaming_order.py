@@ -97,8 +97,8 @@ class ExpertForecast:
 
 # Guesses that are not used are made in one of so many passes: they take a sixteenth of a pass of one sequence.
 _TRIAL = 4
-# The most experts that are handed out at once when the stream waits for compute. Nothing is read into their ring slots
-# until they are computed, so this is a small part of a ring.
+# The most experts that are handed out at once where the stream waits for a CPU to compute them. Nothing is read into
+# their ring slots until then, so this is a small part of a ring.
 MAX_TOGETHER = 8
 
 
@@ -107,6 +107,7 @@ class PendingFetch(NamedTuple):
 
     turn: int
     key: ShardKey
+    shard: Shard
 
 
 class ExpertFetchQueue:
@@ -132,7 +133,12 @@ class ExpertFetchQueue:
 
     def request(self, turn: int, keys: Iterable[ShardKey]) -> None:
         """Adds fetches before every fetch of a later turn that has not begun."""
-        self._push(self._recall(), [PendingFetch(turn, key) for key in keys])
+        self._push(self._recall(), [PendingFetch(turn, key, self._shard(key)) for key in keys])
+
+    def request_all(self, turn: int, keys: Iterable[ShardKey]) -> None:
+        """As `request`, in whatever order neighbours in memory are one copy."""
+        fetches = [PendingFetch(turn, key, self._shard(key)) for key in keys]
+        self._push(self._recall(), sorted(fetches, key=lambda each: each.shard.offset if each.shard.file is None else -1))
 
     def keep(self, turn: int, wanted: Collection[int]) -> None:
         """Cancels this turn's fetches of experts that are not `wanted`, except those that have begun."""
@@ -171,7 +177,7 @@ class ExpertFetchQueue:
     def _push(self, *runs: list[PendingFetch]) -> None:
         ordered = sorted((fetch for run in runs for fetch in run), key=lambda fetch: fetch.turn)
         self._pending.extend(ordered)
-        self._stream.ask(*(self._shard(fetch.key) for fetch in ordered))
+        self._stream.ask(*(fetch.shard for fetch in ordered))
 
 
 class StreamingOrder:
@@ -187,8 +193,9 @@ class StreamingOrder:
         most_ahead: int,
         forced: Mode | None = None,
         most_divided: int = 0,
+        most_together: int = MAX_TOGETHER,
     ) -> None:
-        """`held` returns the experts of a layer that need no fetch now.
+        """`held` returns the experts of a layer that need no fetch now. `most_together` are handed out at once.
 
         `most_ahead` is the number of pending fetches that keeps the lane busy until a router has chosen. `forced` is
         the mode of every layer and pass; None: each layer has the cheapest one. In passes of up to `most_divided`
@@ -201,6 +208,7 @@ class StreamingOrder:
         self.latency = latency
         self._most_ahead = most_ahead
         self._most_divided = most_divided
+        self._most_together = most_together
         self._layers = list(forecast.stats.layers)
         self._positions = {layer: position for position, layer in enumerate(self._layers)}
         self._tokens = 0
@@ -217,13 +225,22 @@ class StreamingOrder:
         """The mode of a layer in this pass."""
         return self._mode[layer]
 
+    def reads_all(self, layer: int, experts: int) -> bool:
+        """Whether the mode of a layer in the last pass was to read all, and so many experts fit into the ring."""
+        return self._mode[layer] is Mode.ALL and experts < self._most_ahead
+
     def begin(self, layer: int, groups: ExpertGroups) -> bool:
+        """Begins the next turn, a visit to `layer`, of which the router has chosen: as `visit`."""
+        first = self.visit(layer, len(groups.expert_ids))
+        self.forecast.observe(layer, groups.wanted)
+        return first
+
+    def visit(self, layer: int, tokens: int) -> bool:
         """Begins the next turn, a visit to `layer`. Returns whether a pass begins with it; then it chooses the modes.
 
         Fetches that an aborted pass requested for turns that are skipped are dropped when later ones arrive. A layer
         that is visited twice in a row, as heads that draft several tokens are, goes on with its turn.
         """
-        tokens = len(groups.expert_ids)
         if len(self._layers) == 1 or layer != self._layer_of(self._turn):
             self._turn = self._next_turn(layer)
         elif self._ahead == self._turn + 1:
@@ -238,7 +255,6 @@ class StreamingOrder:
             self.stays = False
             self._choose_modes(tokens)
         self.latency.begin()
-        self.forecast.observe(layer, groups.wanted)
         return first
 
     def _choose_modes(self, tokens: int) -> None:
@@ -270,7 +286,7 @@ class StreamingOrder:
         if self._mode[layer] is Mode.FORECAST:
             idle = self.latency.mean(self._tokens).idle
             self.forecast.count(self._queue.experts(self._turn), wanted - held, idle)
-        self._request(self._turn, sorted(wanted - requested - held))
+        self._queue.request_all(self._turn, self._keys(layer, sorted(wanted - requested - held)))
         self._ahead = max(self._ahead, self._turn + 1)
         return held, apart
 
@@ -280,10 +296,10 @@ class StreamingOrder:
         while len(self._queue) < most_ahead and self._ahead < self._turn + len(self._layers):
             layer = self._layer_of(self._ahead)
             if self._mode[layer] is Mode.ALL:
-                every = range(self.forecast.stats.layers[layer].num_experts)
-                self._request(self._ahead, [expert for expert in every if expert not in self._held(layer)])
+                every, held = range(self.forecast.stats.layers[layer].num_experts), self._held(layer)
+                self._queue.request_all(self._ahead, self._keys(layer, [each for each in every if each not in held]))
             elif self._mode[layer] is Mode.FORECAST and self._guess is not None and self._ahead == self._turn + 1:
-                self._request(self._ahead, self._guess)
+                self._queue.request(self._ahead, self._keys(layer, self._guess))
             else:
                 break
             self._ahead += 1
@@ -328,8 +344,8 @@ class StreamingOrder:
         return self._queue.is_ready(self._turn)
 
     def arrivals(self) -> list[tuple[ShardKey, Arrival[torch.Tensor]]]:
-        """Waits for the next experts of this turn: at least one, and at most MAX_TOGETHER."""
-        together = self._queue.arrivals(self._turn, MAX_TOGETHER)
+        """Waits for the next experts of this turn: at least one, and at most as many as are handed out at once."""
+        together = self._queue.arrivals(self._turn, self._most_together)
         self.latency.begin()
         return together
 
@@ -348,6 +364,5 @@ class StreamingOrder:
         """The turn of the next visit to a layer."""
         return self._turn + 1 + (self._positions[layer] - self._turn - 1) % len(self._layers)
 
-    def _request(self, turn: int, experts: Iterable[int]) -> None:
-        layer = self._layer_of(turn)
-        self._queue.request(turn, [ShardKey(layer, expert) for expert in experts])
+    def _keys(self, layer: int, experts: Iterable[int]) -> list[ShardKey]:
+        return [ShardKey(layer, expert) for expert in experts]

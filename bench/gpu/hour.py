@@ -175,15 +175,9 @@ class SlowedLane(CudaLane):
 
     times = 1
 
-    def copy(self, begin: int, slot: Any, after: Any) -> Any:
-        if after is not None:
-            self._side.wait_event(after)
-        with self._cuda.stream(self._side):
-            for _ in range(SlowedLane.times - 1):
-                for first, last in self._pinned.pieces(begin, begin + slot.nbytes):
-                    target = self._memory[slot.offset + first - begin : slot.offset + last - begin]
-                    target.copy_(self._host[first:last], non_blocking=True)
-        return super().copy(begin, slot, after)
+    def move(self, begin: int, slot: Any) -> None:
+        for _ in range(SlowedLane.times):
+            super().move(begin, slot)
 
 
 WARM, TIMED = 2, 4
@@ -203,7 +197,7 @@ def _look(source: Any, asked: Asked, memory: tuple[Any, Any]) -> dict[str, Any]:
     begun = time.perf_counter()
     with patch.object(streaming, "CudaLane", SlowedLane), closing(load_random(source, plan, device)) as loaded:
         found["loading_s"] = time.perf_counter() - begun
-        live = min(wanted, plan.kv_sequences or wanted)
+        live = min(wanted, plan.kv_sequences or wanted, plan.max_sequences)
         loaded.model.model.get_input_embeddings().register_forward_pre_hook(partial(_other_tokens, source.shape.vocab))
         found |= {"live": live, "tokens_per_pass": plan.tokens_per_pass}
         found["prompts"] = _start(loaded, live, asked, tokens, source.shape.vocab)

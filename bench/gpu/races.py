@@ -54,15 +54,12 @@ class _PoisonedLane(CudaLane):
 
     num_poisoned = 0
 
-    def copy(self, begin: int, slot: Any, after: Any) -> Any:
-        if after is not None:
-            self._side.wait_event(after)
+    def move(self, begin: int, slot: Any) -> None:
         # On the fake device every copy poisons its slot by itself, when the copy begins.
         if torch.cuda.is_available():
-            with self._cuda.stream(self._side):
-                self._memory[slot.offset : slot.offset + slot.nbytes].fill_(POISON)
+            self._memory[slot.offset : slot.offset + slot.nbytes].fill_(POISON)
         _PoisonedLane.num_poisoned += slot.nbytes
-        return super().copy(begin, slot, after)
+        super().move(begin, slot)
 
 
 @contextmanager

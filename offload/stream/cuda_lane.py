@@ -9,12 +9,12 @@ call passes on what has arrived from the disk.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..device import Pinned
-from .stream import Run, Shard, ShardStream, Slot, SyncPoint
+from .stream import ALIGNMENT, Run, Shard, ShardStream, Slot, SyncPoint
 
 if TYPE_CHECKING:
     import torch
@@ -37,8 +37,8 @@ class CudaLane:
     Unpinned bytes are copied too, but the copy blocks the calling thread: send them through a StagedLane instead.
     """
 
-    # Some twenty calls of CUDA for each copy, whatever its size (bench/host_cost.py).
-    most_together = 8
+    # A wait, two events and their later questions for each run, however long it is (bench/host_cost.py).
+    most_together = 16
 
     def __init__(self, cuda: Any, host: torch.Tensor, pinned: Pinned, memory: torch.Tensor) -> None:
         self._cuda = cuda
@@ -55,26 +55,33 @@ class CudaLane:
         self.nbytes_moved = 0
 
     def start(self, run: Run, after: SyncPoint | None) -> Event:
-        (shard, first), (_, last) = run[0], run[-1]
-        whole = Slot(first.offset, last.end - first.offset)
-        # What lies between shards crosses the link too, and is nobody's.
-        self.nbytes_moved -= whole.nbytes - sum(slot.nbytes for _, slot in run)
-        return self.copy(shard.offset, whole, after)
+        self.nbytes_moved += sum(slot.nbytes for _, slot in run)
+        return self.copy(joined(run), after)
 
-    def copy(self, begin: int, slot: Slot, after: SyncPoint | None) -> Event:
-        """Copies `slot.nbytes` bytes from byte `begin` of the host memory into `slot`, once `after` is reached."""
+    def pass_on(self, begin: int, slot: Slot, after: SyncPoint | None) -> Event:
+        """As `start`, for bytes that lie elsewhere than their shard: from byte `begin` of the host memory on."""
+        self.nbytes_moved += slot.nbytes
+        return self.copy([(begin, slot)], after)
+
+    def copy(self, pieces: Iterable[tuple[int, Slot]], after: SyncPoint | None) -> Event:
+        """Fills slots from bytes of the host memory, each from the one where its piece begins, once `after` is
+        reached."""
         if after is not None:
             self._side.wait_event(after)
         begin_copy = self._recorded(self._side, enable_timing=True)
         with self._cuda.stream(self._side):
-            for first, last in self._pinned.pieces(begin, begin + slot.nbytes):
-                target = self._memory[slot.offset + first - begin : slot.offset + last - begin]
-                # Bytes that are not page-locked are copied synchronously, or they could be overwritten meanwhile.
-                target.copy_(self._host[first:last], non_blocking=last <= self._pinned.nbytes)
-        self.nbytes_moved += slot.nbytes
+            for begin, slot in pieces:
+                self.move(begin, slot)
         ready = self._recorded(self._side, enable_timing=True)
         self._copies.append((begin_copy, ready))
         return ready
+
+    def move(self, begin: int, slot: Slot) -> None:
+        """Copies a piece on the current stream."""
+        for first, last in self._pinned.pieces(begin, begin + slot.nbytes):
+            target = self._memory[slot.offset + first - begin : slot.offset + last - begin]
+            # Bytes that are not page-locked are copied synchronously, or they could be overwritten meanwhile.
+            target.copy_(self._host[first:last], non_blocking=last <= self._pinned.nbytes)
 
     def wait(self, ready: Event) -> None:
         compute = self._cuda.current_stream()
@@ -109,6 +116,21 @@ class CudaLane:
         event: Event = self._cuda.Event(enable_timing=enable_timing)
         event.record(stream)
         return event
+
+
+def joined(run: Run) -> Iterator[tuple[int, Slot]]:
+    """Where each piece begins, and its slot: neighbours that find neighbouring slots are one. What lies between two
+    of them is nobody's, and crosses the link too."""
+    begin, whole = run[0][0].offset, run[0][1]
+    for shard, slot in run[1:]:
+        apart = shard.offset - begin
+        # Behind the last one, with nothing but padding between them; a slot where the ring wraps is no neighbour.
+        if apart == slot.offset - whole.offset and 0 <= slot.offset - whole.end < ALIGNMENT:
+            whole = Slot(whole.offset, slot.end - whole.offset)
+            continue
+        yield begin, whole
+        begin, whole = shard.offset, slot
+    yield begin, whole
 
 
 def _finished(spans: deque[tuple[Event, Event]]) -> float:
@@ -200,6 +222,6 @@ class StagedLane:
         relay = self._waiting.popleft()
         if arrival.shard != relay.shard:
             raise ValueError(f"the host stream returned {arrival.shard}, wanted {relay.shard}; it has another consumer")
-        relay.copied = self._staging.copy(arrival.slot.offset, relay.slot, relay.after)
+        relay.copied = self._staging.pass_on(arrival.slot.offset, relay.slot, relay.after)
         # The reader may overwrite the host's bytes once the copy from them is done, long before compute is.
         self._host.done(arrival, used=relay.copied)

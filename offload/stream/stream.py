@@ -17,8 +17,10 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from ..errors import ExitCode, MoedgeError
 
 ALIGNMENT = 4096
-# A copy takes at most this part of a ring, so that the next ones go on while compute reads what one has brought.
+# A run takes at most this part of a ring, so that the next ones go on while compute reads what one has brought.
 RUNS_OF_A_RING = 3
+# As many slots as a ring of 4 GB has for experts of a megabyte.
+MOST_VIEWS = 4096
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,7 +144,7 @@ class Ready(Protocol):
 
 
 ReadyT = TypeVar("ReadyT", bound=Ready)
-# Shards and their slots. Of several, each lies as far behind the first in its slot as where it comes from.
+# Shards and their slots, in the order of the ring.
 Run = Sequence[tuple[Shard, Slot]]
 
 
@@ -151,7 +153,7 @@ class Lane(Protocol[ReadyT]):
 
     @property
     def most_together(self) -> int:
-        """The longest run of shards that `start` copies as one."""
+        """The longest run of shards that `start` brings together."""
 
     @property
     def nbytes_moved(self) -> int:
@@ -166,7 +168,10 @@ class Lane(Protocol[ReadyT]):
         """Seconds during which there was something to move, so far."""
 
     def start(self, run: Run, after: SyncPoint | None) -> ReadyT:
-        """Starts the copy of a run; it begins once `after` is reached (None: at once). Does not block."""
+        """Starts to move a run, whose shards arrive together, once `after` is reached (None: at once). Does not block.
+
+        Shards of a run of several lie in the host's slab.
+        """
 
     def wait(self, ready: ReadyT) -> None:
         """Makes all compute submitted from now on wait for `ready`."""
@@ -206,6 +211,7 @@ class ShardStream(Generic[View_co]):
         self._asked: deque[Shard] = deque()
         self._ahead: deque[tuple[Shard, Slot, Ready]] = deque()
         self._live: deque[Arrival[View_co]] = deque()
+        self._views: dict[tuple[int, int], View_co] = {}
         self._used: SyncPoint | None = None
         # The end of the last copy that compute waits for.
         self._arrived: Ready | None = None
@@ -240,7 +246,7 @@ class ShardStream(Generic[View_co]):
             self.lane.wait(ready)
             self._arrived = ready
         self._ahead.popleft()
-        arrival = Arrival(shard, slot, self._memory[slot.offset : slot.end])
+        arrival = Arrival(shard, slot, self._view(slot))
         self._live.append(arrival)
         self.num_arrived += 1
         self.nbytes_arrived += shard.nbytes
@@ -291,14 +297,13 @@ class ShardStream(Generic[View_co]):
             self._start(run)
 
     def _continues(self, run: Run, shard: Shard, slot: Slot) -> bool:
-        """Whether one copy may bring a shard together with those of `run`: in a few runs the ring takes turns."""
+        """Whether a shard may come together with those of `run`: in a few runs the ring takes turns."""
         (first, begin), most = run[0], self.ring.capacity // RUNS_OF_A_RING
         return (
             len(run) < self.lane.most_together
             and first.file is None
             and shard.file is None
-            and shard.offset - first.offset == slot.offset - begin.offset
-            # A slot before the first, where the ring wraps, is no neighbour, even if its shard lies as far before.
+            # Where the ring wraps, a run ends.
             and 0 < slot.end - begin.offset <= most
         )
 
@@ -313,6 +318,15 @@ class ShardStream(Generic[View_co]):
             self._closed = True
             raise
         self._ahead.extend((shard, slot, ready) for shard, slot in run)
+
+    def _view(self, slot: Slot) -> View_co:
+        """The bytes of a slot. Most slots come again and again, and asking for theirs takes longer than to know them."""
+        known = slot.offset, slot.nbytes
+        if known not in self._views:
+            if len(self._views) >= MOST_VIEWS:
+                self._views.clear()
+            self._views[known] = self._memory[slot.offset : slot.end]
+        return self._views[known]
 
     def _why_none_arrives(self) -> str:
         if not self._asked:

@@ -65,6 +65,8 @@ def stalls(loaded: LoadedEngine) -> Stalls:
 def experts(loaded: LoadedEngine, total: int) -> Experts:
     """`total` experts has the model. What is not streamed has neither hits nor misses."""
     ours = loaded.streamed.experts
+    if ours.cache is not None:
+        ours.cache.settle()
     found = Experts(ours.num_held, total, 0, ours.stats.union, ours.stats.unions)
     if (cache := ours.cache) is None:
         return found

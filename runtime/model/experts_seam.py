@@ -15,11 +15,13 @@ from torch import nn
 from transformers.integrations.moe import ExpertsInterface
 
 from ...moe.expert import ExpertBody, ExpertSource, HeldExperts, mix_experts
+from ...moe.expert_cache import StreamedExperts
 from ...quant.kernels.operands import recognise
 from ...quant.matmul.matmul import ParallelMatmul
 
 if TYPE_CHECKING:
-    from ...moe.routed_experts import RoutedExperts
+    from ...moe.routed_experts import RoutedExperts, RoutedStream
+    from ...quant.kernels.product import GroupedProduct
 
 
 class PackedExperts(nn.Module):
@@ -30,7 +32,7 @@ class PackedExperts(nn.Module):
         self.source = source
         self.body = body
         self.compute = compute
-        self._routed: RoutedExperts | None = None
+        self._routed: RoutedExperts | RoutedStream | None = None
 
     def forward(self, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         count = self.compute.real_rows(hidden.shape[0])
@@ -42,15 +44,22 @@ class PackedExperts(nn.Module):
         return out
 
     def _mix(self, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """By the device where it holds all experts, so that the host need not know who chose which."""
-        if self._routed is None and self.compute.grouped is not None and isinstance(self.source, HeldExperts):
-            # Imports Triton.
-            from ...moe.routed_experts import RoutedExperts
+        """By the device where it has all experts, so that the host need not know who chose which."""
+        if self._routed is None and self.compute.grouped is not None:
+            self._routed = _routed(self.source, self.body, self.compute.grouped)
+        mixed = self._routed.mix(hidden, expert_ids, weights, self.compute) if self._routed is not None else None
+        if mixed is None:
+            mixed = mix_experts(hidden, expert_ids, weights, self.source, self.body, self.compute)
+        return mixed
 
-            self._routed = RoutedExperts.of(self.source, self.body, self.compute.grouped)
-        if self._routed is not None:
-            return self._routed.mix(hidden, expert_ids, weights, self.compute)
-        return mix_experts(hidden, expert_ids, weights, self.source, self.body, self.compute)
+
+def _routed(source: ExpertSource, body: ExpertBody, product: GroupedProduct) -> RoutedExperts | RoutedStream | None:
+    # Imports Triton.
+    from ...moe.routed_experts import RoutedExperts, RoutedStream
+
+    if isinstance(source, HeldExperts):
+        return RoutedExperts.of(source, body, product)
+    return RoutedStream.of(source, body, product) if isinstance(source, StreamedExperts) else None
 
 
 def register_experts(name: str) -> None:

@@ -25,7 +25,7 @@ from ...moe.expert_cache import ExpertSlots, Popular, StreamedExperts, Streaming
 from ...moe.host_experts import HostCounts, HostExperts, StagedExperts
 from ...moe.routing_stats import RoutingStats
 from ...moe.streaming_mode import Mode, RouterLatency
-from ...moe.streaming_order import ExpertFetchQueue, ExpertForecast, StreamingOrder
+from ...moe.streaming_order import MAX_TOGETHER, ExpertFetchQueue, ExpertForecast, StreamingOrder
 from ...offload.atomic_file import own_name, write_atomically
 from ...offload.device import Device, HostMemory, Pinned
 from ...offload.store.shard_file import ShardExtent, read_shard
@@ -36,6 +36,7 @@ from ...offload.stream.stream import (
     ALIGNMENT,
     DENSE,
     HEAD,
+    RUNS_OF_A_RING,
     Arrival,
     Lane,
     Ring,
@@ -193,6 +194,11 @@ def _shift(parts: tuple[ShardPart, ...]) -> int:
     return shift if shift % FLOAT_ALIGNMENT == 0 else 0
 
 
+def _most_together(stream: ShardStream[Any], nbytes: int) -> int:
+    """The most experts of `nbytes` that a device computes together: two runs of copies, and a third of the ring."""
+    return max(1, min(2 * CudaLane.most_together, stream.ring.capacity // RUNS_OF_A_RING // nbytes))
+
+
 class _Pins:
     """The page-locked host memory: the slab alone where that suffices, else the rings first, then the slab.
 
@@ -294,6 +300,8 @@ class ModelExperts:
     @property
     def counts(self) -> Profile:
         """What earlier jobs counted, and this one: the profile of the next job."""
+        if self.cache is not None:
+            self.cache.settle()
         found: Profile = {}
         for layer, stats in self.stats.layers.items():
             found[f"layers.{layer}.chosen"] = torch.from_numpy(stats.chosen.copy())
@@ -309,7 +317,9 @@ class ModelExperts:
 
     def _source(self, index: int, count: int) -> HeldExperts | StreamedExperts:
         if self.cache is not None:
-            return StreamedExperts(index, count, self.cache)
+            shard = self._layers[index].shards.expert
+            assert shard is not None
+            return StreamedExperts(index, count, self.cache, tuple(matrix.layout for matrix in shard.matrices))
         keys = [ShardKey(index, expert) for expert in range(count)]
         return HeldExperts(index, [self._bind(key, self._memory.shard(key)) for key in keys], self.stats)
 
@@ -335,6 +345,7 @@ class ModelExperts:
             most_ahead=stream.ring.capacity // largest + 1,
             forced=self._stream,
             most_divided=MOST_TOKENS if cpu else 0,
+            most_together=MAX_TOGETHER if self._memory.device is None else _most_together(stream, largest),
         )
         return StreamingExpertCache(self.stats, order, slots, self._make_host(cpu) if cpu else None)
 

@@ -55,7 +55,7 @@ def test_every_use_has_an_event_of_its_own(simulator: ModuleType, machine: Any) 
 @pytest.mark.parametrize("limit_mib", [0, 300, float("inf")])
 def test_a_copy_is_cut_where_registrations_meet(simulator: ModuleType, machine: Any, limit_mib: float) -> None:
     lane, host, memory = lane_of(simulator, machine, 600 * MIB, limit_mib * MIB)
-    lane.copy(200 * MIB, Slot(0, 400 * MIB), None)
+    lane.copy([(200 * MIB, Slot(0, 400 * MIB))], None)
     lane.close()
     assert memory.cells[: 400 * MIB // ALIGNMENT] == host.cells[200 * MIB // ALIGNMENT :]
 

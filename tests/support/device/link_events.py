@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from moedge.moe.streaming_order import MAX_TOGETHER
-from moedge.offload.stream.cuda_lane import StagedLane
+from moedge.offload.stream.cuda_lane import CudaLane, StagedLane
 from moedge.offload.stream.stream import ALIGNMENT, Lane, Ring, Run, Shard, ShardStream, Slot
 from moedge.runtime.kv.cohorts import STAGINGS
 
@@ -168,7 +168,7 @@ class Machine:
 class SimulatedLane:
     """A stream of the link (`Lane` of offload/stream/stream.py)."""
 
-    most_together = 8
+    most_together = CudaLane.most_together
     nbytes_moved, seconds_waited, seconds_busy = 0, 0.0, 0.0
 
     def __init__(self, machine: Machine) -> None:
@@ -179,7 +179,7 @@ class SimulatedLane:
     def start(self, run: Run, after: Point | None) -> Copy:
         return self._start(sum(slot.nbytes for _, slot in run), after)
 
-    def copy(self, _: int, slot: Slot, after: Point | None) -> Copy:
+    def pass_on(self, _: int, slot: Slot, after: Point | None) -> Copy:
         return self._start(slot.nbytes, after)
 
     def _start(self, nbytes: int, after: Point | None) -> Copy:

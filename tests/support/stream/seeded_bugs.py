@@ -3,7 +3,7 @@
 Each bug says on which tiers it shows and which class of the real code it replaces.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,9 @@ from moedge.offload.stream.cuda_lane import CudaLane, Event, Relay, StagedLane
 from moedge.offload.stream.reader_lane import Fetch
 from moedge.offload.stream.stream import Arrival, Ring, Run, Shard, ShardPart, ShardStream, Slot, SyncPoint
 from support.stream.simulator import Deadlock, Parts, Race, Readers, run
+
+
+Pieces = Iterable[tuple[int, Slot]]
 
 
 class NoReadyWait(CudaLane):
@@ -23,34 +26,37 @@ class NoReadyWait(CudaLane):
 class NoUsedWait(CudaLane):
     """the copy does not wait for the compute that reads its slot"""
 
-    def copy(self, begin: int, slot: Slot, after: SyncPoint | None) -> Event:
-        return super().copy(begin, slot, None)
+    def copy(self, pieces: Pieces, after: SyncPoint | None) -> Event:
+        return super().copy(pieces, None)
 
 
 class EarlyReady(CudaLane):
     """ready is recorded before the copy is asked for"""
 
-    def copy(self, begin: int, slot: Slot, after: SyncPoint | None) -> Event:
+    def copy(self, pieces: Pieces, after: SyncPoint | None) -> Event:
         ready = self._recorded(self._side)
-        super().copy(begin, slot, after)
+        super().copy(pieces, after)
         return ready
 
 
 class ReadyBetween(CudaLane):
     """ready is recorded when half of the bytes are asked for"""
 
-    def copy(self, begin: int, slot: Slot, after: SyncPoint | None) -> Event:
+    def copy(self, pieces: Pieces, after: SyncPoint | None) -> Event:
+        every = [*pieces]
+        begin, slot = every.pop()
         half = slot.nbytes // 8192 * 4096
-        ready = super().copy(begin, Slot(slot.offset, half), after) if half else None
-        rest = super().copy(begin + half, Slot(slot.offset + half, slot.nbytes - half), after)
+        first = [*every, (begin, Slot(slot.offset, half))] if half else every
+        ready = super().copy(first, after) if first else None
+        rest = super().copy([(begin + half, Slot(slot.offset + half, slot.nbytes - half))], after)
         return ready or rest
 
 
 class ReadyOnCompute(CudaLane):
     """ready is recorded on the compute stream"""
 
-    def copy(self, begin: int, slot: Slot, after: SyncPoint | None) -> Event:
-        super().copy(begin, slot, after)
+    def copy(self, pieces: Pieces, after: SyncPoint | None) -> Event:
+        super().copy(pieces, after)
         return self._recorded(self._cuda.current_stream())
 
 
@@ -78,17 +84,17 @@ class SideWaits(CudaLane):
 class ComputeWaits(CudaLane):
     """compute waits for used in place of the side stream"""
 
-    def copy(self, begin: int, slot: Slot, after: SyncPoint | None) -> Event:
+    def copy(self, pieces: Pieces, after: SyncPoint | None) -> Event:
         if after is not None:
             self._cuda.current_stream().wait_event(after)
-        return super().copy(begin, slot, None)
+        return super().copy(pieces, None)
 
 
 class WaitsTooLate(CudaLane):
     """the wait for used is asked for after the copy"""
 
-    def copy(self, begin: int, slot: Slot, after: SyncPoint | None) -> Event:
-        ready = super().copy(begin, slot, None)
+    def copy(self, pieces: Pieces, after: SyncPoint | None) -> Event:
+        ready = super().copy(pieces, None)
         if after is not None:
             self._side.wait_event(after)
         return ready
@@ -119,11 +125,11 @@ class SharedUsed(CudaLane):
 class NewSideEachTime(CudaLane):
     """every copy waits on one side stream and runs on another"""
 
-    def copy(self, begin: int, slot: Slot, after: SyncPoint | None) -> Event:
+    def copy(self, pieces: Pieces, after: SyncPoint | None) -> Event:
         if after is not None:
             self._side.wait_event(after)
         self._side = self._cuda.Stream()
-        return super().copy(begin, slot, None)
+        return super().copy(pieces, None)
 
 
 class CloseWithoutSide(CudaLane):
@@ -143,8 +149,8 @@ class CloseWithoutCompute(CudaLane):
 class WrongBytes(CudaLane):
     """the copy begins a page late"""
 
-    def copy(self, begin: int, slot: Slot, after: SyncPoint | None) -> Event:
-        return super().copy(begin + 4096 if begin else 0, slot, after)
+    def copy(self, pieces: Pieces, after: SyncPoint | None) -> Event:
+        return super().copy([(begin + 4096 if begin else 0, slot) for begin, slot in pieces], after)
 
 
 class NoMark(ShardStream[Any]):
@@ -225,12 +231,14 @@ class ReleaseAll(ShardStream[Any]):
             self._run_ahead()
 
 
-class AnyRun(ShardStream[Any]):
+class AnyRun(CudaLane):
     """one copy brings shards together between which others lie"""
 
-    def _continues(self, run: Run, shard: Shard, slot: Slot) -> bool:
-        first, begin = run[0]
-        return first.file is shard.file is None and shard.offset - first.offset >= slot.offset - begin.offset > 0
+    def copy(self, pieces: Pieces, after: SyncPoint | None) -> Event:
+        every = [*pieces]
+        begin, slot = every[0]
+        ends = max(other.end for _, other in every)
+        return super().copy([(begin, Slot(slot.offset, ends - slot.offset))], after)
 
 
 class FirstOfARun(CudaLane):
@@ -573,13 +581,13 @@ BUGS = [
         "device", lambda kind: Parts(copies=kind),
         NoReadyWait, NoUsedWait, EarlyReady, ReadyBetween, ReadyOnCompute, UsedOnSide, UsedNotRecorded, SideWaits,
         ComputeWaits, WaitsTooLate, PreviousReady, SharedUsed, NewSideEachTime, CloseWithoutSide, CloseWithoutCompute,
-        WrongBytes, FirstOfARun,
+        WrongBytes, FirstOfARun, AnyRun,
     ),
     *_bugs(
         "device", lambda kind: Parts(stream=kind),
         NoMark, MarkOnArrival, StaleMark, FirstMark, ReleaseBeforeMark, ReleaseOnArrival, ReleaseAll, NoWait,
         PreviousCopy, CloseKeepsMoving, RecallBegun, RecallForgets, RecallOne, AskFirst, SkipTheLarge, UsedOnlyAtOnce,
-        AnyRun, WaitOnce,
+        WaitOnce,
     ),
     *_bugs(
         "host", lambda kind: Parts(stream=kind), ReleaseOnArrival, ReleaseAll, NoWait, PreviousCopy, CloseKeepsMoving
