@@ -181,20 +181,27 @@ class NoSlots:
 class Layers:
     """A model's experts, none of them held, and their cache."""
 
-    def __init__(self, arguments: argparse.Namespace, mode: Mode, together: bool) -> None:
-        self.count, self.experts = arguments.layers, arguments.experts
+    def __init__(self, arguments: argparse.Namespace, mode: Mode, whole: bool, together: bool) -> None:
+        self.count, self.experts, self.whole = arguments.layers, arguments.experts, whole
+        # A layer that is read whole has its place, and a quarter more.
+        ring = self.experts * 5 // 4 if whole else arguments.ring
         up, down = (get_format(FORMAT).layout(size, "bfloat16") for size in ((2 * INNER, WIDTH), (WIDTH, INNER)))
         nbytes = -(-(up.nbytes + down.nbytes) // ALIGNMENT) * ALIGNMENT
-        memory = torch.empty(arguments.ring * nbytes, dtype=torch.uint8)
+        memory = torch.empty(ring * nbytes, dtype=torch.uint8)
         counts = dict.fromkeys(range(self.count), self.experts)
         stats = RoutingStats(counts)
         probabilities = {layer: one.wanted_by(arguments.tokens) for layer, one in stats.layers.items()}
         end = up.nbytes + down.nbytes
 
+        bound: dict[int, ExpertWeights] = {}
+
         def bind(key: ShardKey, view: torch.Tensor) -> ExpertWeights:
-            return ExpertWeights(
-                PackedTensor.bind(up, view[: up.nbytes]), PackedTensor.bind(down, view[up.nbytes : end])
-            )
+            """Once for each place of the ring, as layers do."""
+            if (address := view.data_ptr()) not in bound:
+                bound[address] = ExpertWeights(
+                    PackedTensor.bind(up, view[: up.nbytes]), PackedTensor.bind(down, view[up.nbytes : end])
+                )
+            return bound[address]
 
         def shard(key: ShardKey) -> Shard:
             return Shard(f"{key}", nbytes, (key.layer * self.experts + key.expert) * nbytes)
@@ -210,45 +217,55 @@ class Layers:
             slots.held,
             ExpertForecast(stats, {}),
             RouterLatency(lambda: 1e-3, lambda: nbytes, lambda: 0.0, nbytes),
-            most_ahead=arguments.ring + 1,
+            most_ahead=ring + 1,
             forced=mode,
         )
         self.cache = StreamingExpertCache(stats, order, slots)
         generator = torch.Generator().manual_seed(0)
         self.hidden = torch.zeros(arguments.tokens, 8)
+        # As if a device had counted: one pass, in which a token chose each.
+        self.totals = torch.ones(self.count, 2, self.experts + 1, dtype=torch.int64)
         shape = (self.count, arguments.tokens, self.experts)
         self.chosen = torch.rand(shape, generator=generator).topk(PER_TOKEN, dim=-1).indices
 
     def groups(self) -> list[ExpertGroups]:
         return [group_by_expert(chosen, self.experts) for chosen in self.chosen]
 
-    def run(self, groups: list[ExpertGroups]) -> None:
-        """One pass."""
+    def run(self, groups: list[ExpertGroups]) -> int:
+        """One pass; returns how many experts came. Of whole layers a device groups the tokens."""
+        if self.whole:
+            for layer in range(self.count):
+                self.cache.read_all(layer, self.experts, len(self.hidden), self.totals[layer])
+                self.cache.computed_all()
+            return self.count * self.experts
+        before = self.cache.counts.fetched
         for layer, chosen in enumerate(groups):
             for arrived in self.cache.fetch(layer, chosen, self.hidden, self.hidden):
                 for one in arrived:
                     one.finish()
+        return self.cache.counts.fetched - before
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[dict[str, float | str]]:
     """Of every mode, with experts that come alone and together: medians, in microseconds of this thread's time."""
-    for mode in (Mode.ALL, Mode.WANTED):
+    for mode, whole in ((Mode.ALL, True), (Mode.ALL, False), (Mode.WANTED, False)):
         for together in (False, True):
-            layers = Layers(arguments, mode, together)
+            layers = Layers(arguments, mode, whole, together)
             groups = layers.groups()
             layers.run(groups)
-            times = []
+            layers.cuda.calls.clear()
+            times, came = [], 0
             for _ in range(arguments.repeats):
-                before, begun = layers.cache.counts.fetched, time.thread_time()
-                layers.run(groups)
-                times.append((time.thread_time() - begun) * 1e6 / (layers.cache.counts.fetched - before))
+                begun = time.thread_time()
+                came = layers.run(groups)
+                times.append((time.thread_time() - begun) * 1e6 / came)
             yield {
-                "mode": str(mode),
+                "mode": f"{mode}, whole layers" if whole else str(mode),
                 "arrive": "together" if together else "one by one",
-                "experts a pass": layers.cache.counts.fetched // (arguments.repeats + 1),
+                "experts a pass": came,
                 "us per expert": round(statistics.median(times), 1),
                 "fastest": round(min(times), 1),
-                "calls of CUDA per expert": round(sum(layers.cuda.calls.values()) / layers.cache.counts.fetched, 1),
+                "calls of CUDA per expert": round(sum(layers.cuda.calls.values()) / came / arguments.repeats, 1),
             }
 
 
