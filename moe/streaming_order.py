@@ -138,7 +138,8 @@ class ExpertFetchQueue:
     def request_all(self, turn: int, keys: Iterable[ShardKey]) -> None:
         """As `request`, in whatever order neighbours in memory are one copy."""
         fetches = [PendingFetch(turn, key, self._shard(key)) for key in keys]
-        self._push(self._recall(), sorted(fetches, key=lambda each: each.shard.offset if each.shard.file is None else -1))
+        fetches.sort(key=lambda each: each.shard.offset if each.shard.file is None else -1)
+        self._push(self._recall(), fetches)
 
     def keep(self, turn: int, wanted: Collection[int]) -> None:
         """Cancels this turn's fetches of experts that are not `wanted`, except those that have begun."""

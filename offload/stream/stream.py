@@ -320,7 +320,7 @@ class ShardStream(Generic[View_co]):
         self._ahead.extend((shard, slot, ready) for shard, slot in run)
 
     def _view(self, slot: Slot) -> View_co:
-        """The bytes of a slot. Most slots come again and again, and asking for theirs takes longer than to know them."""
+        """The bytes of a slot, which are kept: most slots come again, and asking for their bytes takes longer."""
         known = slot.offset, slot.nbytes
         if known not in self._views:
             if len(self._views) >= MOST_VIEWS:

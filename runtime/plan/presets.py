@@ -89,11 +89,12 @@ LAYER_LAUNCHES, DECODE_LAUNCHES, TORCH_LAUNCHES, TORCH_DECODE_LAUNCHES, PASS_LAU
 GRAPH_LAUNCHES, DECODE_GRAPH_LAUNCHES = 28, 10
 # An expert that torch computes: aten's operations of its two products, of int8 and nf4 (int4's are 24).
 EXPERT_LAUNCHES = 12
-# An expert that streams, in runs of eight, which are one copy and one grouped product: cache, order, lane 20 us and an
-# eighth of a product's 50 us (`python -m bench.host_cost --lane cuda`, Zen 5); calls, of which less than one ends an
-# event (bench/test_host_cost.py); and an eighth of two launches by Triton, an upload and an allocation.
-ARRIVAL_CALLS = 3
-ARRIVAL_S = SLOWER * (20e-6 + 50e-6 / 8) + ARRIVAL_CALLS * CALL_S + (2 * 18e-6 + 2 * 5e-6) / 8
+# An expert that streams, in runs of sixteen that are one grouped product: cache, order, lane 9 us and a sixteenth of a
+# product's 50 us (`python -m bench.host_cost --lane cuda`, Zen 5); calls, which are most where no two are neighbours
+# (bench/test_host_cost.py); and a sixteenth of two launches by Triton, an upload and an allocation. Where layers are
+# read whole, it is half of that: their experts are one product, however many they are.
+ARRIVAL_CALLS = 2.5
+ARRIVAL_S = SLOWER * (9e-6 + 50e-6 / 16) + ARRIVAL_CALLS * CALL_S + (2 * 18e-6 + 2 * 5e-6) / 16
 # A sequence in a pass: engine and text 10 us, tables of pages 15 us (Zen 5), before layers shared what they look for.
 # Since then `python -m bench.host_cost --sequences 64 512` has found 22 to 28 us on a Zen 3 that others used, too.
 SEQUENCE_S = SLOWER * 25e-6

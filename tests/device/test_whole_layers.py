@@ -103,9 +103,10 @@ def _addresses_of_the_pass_before(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "bug", [_released_before_they_are_computed, _another_expert, _addresses_of_the_pass_before], ids=lambda bug: bug.__name__
-)
+BUGS = [_released_before_they_are_computed, _another_expert, _addresses_of_the_pass_before]
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_a_bug_is_found(
     bug: Callable[[pytest.MonkeyPatch], None], case: Any, fakes: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

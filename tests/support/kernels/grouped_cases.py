@@ -97,8 +97,11 @@ def pack_apart(case: Case, count: int) -> list[PackedTensor]:
             buffer.copy_(original)
             matrices.append(PackedTensor.bind(layout, buffer))
         elif case.format in FORMATS:
-            weight = torch.randn(case.num_rows, case.num_columns).to(case.device, case.dtype)
-            matrices.append(pack_into(weight, layout, buffer))
+            # By the host, which packs what calibrated formats have.
+            weight = torch.randn(case.num_rows, case.num_columns).to(case.dtype)
+            packed = torch.empty(layout.nbytes, dtype=torch.uint8)
+            pack_into(weight, layout, packed)
+            matrices.append(PackedTensor.bind(layout, buffer.copy_(packed)))
         else:
             matrices.append(fill(random_planes(chosen, layout.shape, place), layout, buffer))
         original = buffer

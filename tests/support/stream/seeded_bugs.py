@@ -12,7 +12,6 @@ from moedge.offload.stream.reader_lane import Fetch
 from moedge.offload.stream.stream import Arrival, Ring, Run, Shard, ShardPart, ShardStream, Slot, SyncPoint
 from support.stream.simulator import Deadlock, Parts, Race, Readers, run
 
-
 Pieces = Iterable[tuple[int, Slot]]
 
 
