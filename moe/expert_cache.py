@@ -6,7 +6,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -249,16 +249,19 @@ class StreamingExpertCache:
             return
         counted, self._counted = self._counted, {}
         every = [totals for totals, _ in counted.values()]
-        found = torch.stack(every).cpu().tolist()
+        # One copy, whatever the layers' numbers of experts.
+        found = iter(torch.cat([totals.view(-1) for totals in every]).cpu().tolist())
         torch._foreach_zero_(every)
-        for (layer, (_, held)), ((*chosen, tokens), (*_, passes)) in zip(counted.items(), found, strict=True):
+        for layer, (totals, held) in counted.items():
+            (*chosen, tokens), (*wanted, passes) = ([*islice(found, totals.shape[1])] for _ in range(2))
             # One that was broken off may have counted nothing.
             if passes:
                 self._observe(layer, tokens, chosen)
-                hits, wanted = sum(chosen[each] > 0 for each in held), len(chosen) - chosen.count(0)
+                hits, fetched = sum(wanted[each] for each in held), passes * (len(chosen) - len(held))
+                self._counts.wanted += sum(wanted)
                 self._counts.hits += hits
-                self._counts.fetched += len(chosen) - len(held)
-                self._counts.unwanted += len(chosen) - len(held) - (wanted - hits)
+                self._counts.fetched += fetched
+                self._counts.unwanted += fetched - (sum(wanted) - hits)
 
     @property
     def counts(self) -> CacheCounts:
@@ -335,14 +338,13 @@ class StreamingExpertCache:
             self.settle()
             self._slots.policy.begin_pass()
         self._observe(layer, len(groups.expert_ids), groups.counts)
+        self._counts.wanted += len(groups.wanted)
         self._counts.turns[self.order.mode(layer)] += 1
 
     def _observe(self, layer: int, tokens: int, counts: Sequence[int]) -> None:
         """A layer of a pass of `tokens`, of which so many chose each expert."""
-        wanted = [expert for expert, count in enumerate(counts) if count]
         self._stats.observe(layer, tokens, counts)
-        self._slots.policy.observe(layer, wanted)
-        self._counts.wanted += len(wanted)
+        self._slots.policy.observe(layer, [expert for expert, count in enumerate(counts) if count])
 
     def _hand_out(
         self, together: list[tuple[ShardKey, Arrival[torch.Tensor]]], wanted: set[int]
